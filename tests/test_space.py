@@ -132,7 +132,7 @@ def test_what_a_save_still_writes_is_counted_and_nothing_twice(shm: Path) -> Non
     with time_limit(Deadline.after(60)):
         first.write([("file", BytesBody(content))])
         space.take(third, 16 << 20)
-        first.discard_here()
+        first.discard()
     space.take(third, half)
     with pytest.raises(errors.NoSpaceError):
         space.take(first, 4 * half, alone=True)

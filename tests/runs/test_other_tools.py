@@ -113,7 +113,7 @@ async def test_several_ranks_share_one_attempt(tmp_path: Path, name: str) -> Non
     (hidden,) = tmp_path.iterdir()
     assert not taken(hidden.name)
     assert sorted(path.name for path in hidden.glob("__*")) == ["__0_0.distcp", "__1_0.distcp"]
-    await first.discard()
+    first.discard()
 
 
 def test_names_of_attempts() -> None:

@@ -569,10 +569,10 @@ async def test_a_writer_whose_attempt_was_taken_away_publishes_nothing(tmp_path:
         await collector.discard(left.name)
     for name in ("manifest", ".metadata"):
         with pytest.raises(StorageError):
-            await transaction.put(name, b"z")
+            transaction.put(name, b"z")
     with pytest.raises(StorageError):
-        await transaction.make_visible()
-    await transaction.discard()
+        transaction._make_visible()
+    transaction.discard()
     assert entries(tmp_path) == []
 
 

@@ -504,7 +504,7 @@ async def test_a_cancel_that_is_sent_late_does_not_end_it(
         Job(order, files(), stop).run(transaction, lambda: link, 0)
     assert len(stuck) > 1
     assert not any(stuck)
-    transaction.discard_here()
+    transaction.discard()
     assert children() == [pid]
 
 

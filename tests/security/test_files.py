@@ -61,7 +61,7 @@ async def test_private_while_it_is_written(tmp_path: Path) -> None:
     try:
         with time_limit(Deadline.after(60)):
             transaction.write([("f", body)])
-        await transaction.make_visible()
+        transaction._make_visible()
     finally:
         os.umask(old)
     assert modes == [0o700]

@@ -43,7 +43,7 @@ async def test_the_last_file_of_rank_0_is_the_last_to_appear(tmp_path: Path, mon
         await asyncio.to_thread(first.write, ())
         receipts = [await written(first, one=b"1", index=b"{}"), await written(second, two=b"2")]
         await checked(where, first, *receipts)
-        await first.commit({})
+        first.commit({})
     assert sorted(appeared) == ["index", "one", "two"]
     assert appeared[-1] == "index"
 
@@ -56,9 +56,9 @@ async def test_a_failed_export_keeps_what_another_writer_committed() -> None:
             await asyncio.to_thread(each.write, ())  # both find the target empty
         await written(one, model=b"content")
         receipt = await written(other, model=b"content")
-        await one.commit({})
+        one.commit({})
         await checked(where, other, receipt)
-        await other.discard()
+        other.discard()
     assert fsspec.filesystem("memory").cat_file(f"{where.store.url}/hf/model") == b"content"
 
 
@@ -72,4 +72,4 @@ async def test_the_commit_checks_the_files_of_all_ranks() -> None:
         await checked(where, first, RankReceipt({name: 1}, None))
         fsspec.filesystem("memory").rm(f"{where.store.url}/checkpoint/{name}")
         with pytest.raises(StorageError, match=r"is gone, 1 were written"):
-            await first.commit({"last": [b"x"]})
+            first.commit({"last": [b"x"]})

@@ -378,8 +378,8 @@ async def test_a_target_with_files_of_others_is_refused(tmp_path: Path) -> None:
         begun.write([("__0_0.distcp", BytesBody(b"of a save that goes on"))])
         info = await sidestream.save(state(2), tmp_path / "c", storage=MARKER)  # it is faster
         with pytest.raises(errors.CheckpointExistsError):
-            await begun.commit({".metadata": [b"a marker that is long enough"]})
-        await begun.discard()
+            begun.commit({".metadata": [b"a marker that is long enough"]})
+        begun.discard()
     assert {id_of(path.name) for path in (tmp_path / "c").iterdir()} == {info.save_id, None}
 
 

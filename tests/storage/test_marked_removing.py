@@ -22,6 +22,7 @@ import sidestream
 from sidestream import errors
 from sidestream._convert.safetensors import header_of
 from sidestream._runtime.threads import Deadline, time_limit
+from sidestream._save.commit import commit
 from sidestream._storage import Attempt, BytesBody, locate_run
 from sidestream._storage.names import NOTE, name_with_id
 from sidestream.dcp import StorageWriter
@@ -131,9 +132,9 @@ async def test_a_removal_that_comes_first(tmp_path: Path) -> None:
         os.utime(tmp_path / "a" / begun.committed_name("__0_0.distcp"), (1, 1))  # more than an hour ago
         await sidestream.remove(tmp_path / "a", storage=MARKER)
         with pytest.raises((errors.StorageError, OSError)):
-            await begun.commit({".metadata": [b"a marker that is long enough"]})
+            await commit(begun, {".metadata": [b"a marker that is long enough"]})
         assert begun.outcome == "absent"
-        await begun.discard()
+        begun.discard()
     with pytest.raises(errors.CheckpointNotFoundError):
         await loaded(tmp_path / "a")
 
@@ -148,13 +149,13 @@ async def test_a_save_that_commits_after_a_removal(tmp_path: Path) -> None:
         await sidestream.remove(tmp_path / "a", storage=MARKER)
         file = begun.committed_name("__0_0.distcp")
         assert os.listdir(tmp_path / "a") == [file]
-        await begun.commit({".metadata": [b"a marker that is long enough"]})
+        begun.commit({".metadata": [b"a marker that is long enough"]})
         assert set(os.listdir(tmp_path / "a")) == {file, ".metadata"}
 
 
 async def test_a_save_that_commits_during_a_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It fails, while the removal deletes the first file."""
-    loop, unlink = asyncio.get_running_loop(), os.unlink
+    unlink = os.unlink
     with time_limit(Deadline.after(60)):
         begun = locate_run(tmp_path, MARKER)[0].begin(Attempt("a", "directory", "a" * 32, "fsync"))
         begun.write([("__0_0.distcp", BytesBody(b"of a save that goes on"))])
@@ -164,8 +165,9 @@ async def test_a_save_that_commits_during_a_removal(tmp_path: Path, monkeypatch:
         def commit_first(path: Any, **options: Any) -> None:
             if "__0_1" in str(path) and not failures:
                 failures.append(None)
-                committing = begun.commit({".metadata": [b"a marker that is long enough"]})
-                failures[0] = asyncio.run_coroutine_threadsafe(committing, loop).exception(60)
+                with time_limit(Deadline.after(60)), pytest.raises(errors.CheckpointExistsError) as failure:
+                    begun.commit({".metadata": [b"a marker that is long enough"]})
+                failures[0] = failure.value
             unlink(path, **options)
 
         monkeypatch.setattr(os, "unlink", commit_first)
@@ -173,7 +175,7 @@ async def test_a_save_that_commits_during_a_removal(tmp_path: Path, monkeypatch:
         assert isinstance(failures[0], errors.CheckpointExistsError)
         assert "is being removed" in str(failures[0])
         assert begun.outcome == "absent"
-        await begun.discard()
+        begun.discard()
     assert not (tmp_path / "a").exists()
 
 
@@ -218,7 +220,7 @@ async def test_two_removals_at_once_keep_the_files_of_a_save(
         await slower
         file = begun.committed_name("__0_0.distcp")
         assert os.listdir(tmp_path / "a") == [file]
-        await begun.commit({".metadata": [b"a marker that is long enough"]})
+        begun.commit({".metadata": [b"a marker that is long enough"]})
         assert set(os.listdir(tmp_path / "a")) == {file, ".metadata"}
 
 

@@ -223,9 +223,9 @@ async def test_a_save_that_finds_a_removal_does_not_commit(s3: S3Server) -> None
     s3.objects[f"run/step-1/{NOTE}"] = b"b" * 32
     s3.modified[f"run/step-1/{NOTE}"] = datetime.now(UTC)
     with pytest.raises(errors.CheckpointExistsError, match="is being removed"):
-        await begun.commit({".metadata": [b"a marker that is long enough"]})
+        begun.commit({".metadata": [b"a marker that is long enough"]})
     assert begun.outcome == "absent"
-    await begun.discard()
+    begun.discard()
     assert set(s3.objects) == {f"run/step-1/{NOTE}"}
 
 

@@ -75,7 +75,7 @@ def written(store: Store, files: dict[str, bytes], save_id: str = ID) -> Transac
 
 
 async def publish(transaction: Transaction, marker: bytes = MARKER) -> None:
-    await transaction.commit({".metadata": [marker]})
+    transaction.commit({".metadata": [marker]})
 
 
 async def tail_of(store: Store, name: str, nbytes: int) -> bytes:
@@ -194,7 +194,7 @@ async def test_the_source_of_the_root(store: Store) -> None:
     """As a file that is a checkpoint by itself is read."""
     transaction = store.begin(Attempt("one.pt", "file", ID, "fsync"))
     write(transaction, {"one.pt": b"content"})
-    await transaction.commit({})
+    transaction.commit({})
     async with aclosing(store.source(".")) as source:
         assert source.path_of("one.pt") == "one.pt"
         assert await source.size("one.pt") == 7
@@ -215,10 +215,10 @@ async def test_what_arrives_may_fail(store: Store) -> None:
 
 async def test_what_is_discarded_is_gone(store: Store) -> None:
     transaction = written(store, {"__0_0.distcp": b"content"})
-    await transaction.discard()
-    await transaction.discard()
+    transaction.discard()
+    transaction.discard()
     other = written(store, {"__0_0.distcp": b"content"}, OTHER_ID)
-    other.discard_here()
+    other.discard()
     with pytest.raises(FileNotFoundError):
         await store.sizes("ckpt")
     assert await store.directories() == []
@@ -228,7 +228,7 @@ async def test_what_is_discarded_is_gone(store: Store) -> None:
 async def test_a_transaction_that_was_discarded_makes_no_attempt(kind: Kind, store: Store) -> None:
     """A thread may come to its first write after another one has ended the save."""
     transaction = store.begin(Attempt("ckpt", kind, ID, "fsync"))
-    transaction.discard_here()
+    transaction.discard()
     with pytest.raises(errors.ClosedError, match="was discarded"):
         write(transaction, {"ckpt": b"content"})
     assert await store.leftovers() == []
@@ -239,7 +239,7 @@ async def test_a_forked_child_discards_nothing(store: Store) -> None:
     """As a finalizer that it has from its parent would."""
     transaction = written(store, {"__0_0.distcp": b"content"})
     transaction._pid += 1
-    transaction.discard_here()
+    transaction.discard()
     transaction._pid -= 1
     await publish(transaction)
     assert transaction.committed_name("__0_0.distcp") in await store.sizes("ckpt")

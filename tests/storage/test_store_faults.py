@@ -65,7 +65,7 @@ async def test_a_bucket_that_is_deleted_meanwhile(s3: S3Server, engine: str) -> 
 
 
 async def test_a_removal_that_fails_hides_no_error(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(transaction: ObjectTransaction) -> None:
+    def fail(transaction: ObjectTransaction) -> None:
         raise FileNotFoundError("what was to be removed")
 
     monkeypatch.setattr(ObjectTransaction, "discard", fail)

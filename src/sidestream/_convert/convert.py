@@ -23,11 +23,12 @@ from .._load.open.manifest import from_one_checkpoint
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
 from .._runtime.threads import Deadline, collected, current_deadline, io_threads, time_limit
-from .._save.copying import run_here
+from .._save.commit import clean_up
 from .._save.group import Group
 from .._save.layouts import commit_files
-from .._save.operation import RankReceipt
-from .._save.order import SaveOrder, unchecked
+from .._save.operation import RankReceipt, Solo, unchecked
+from .._save.order import SaveOrder
+from .._save.task import write_here
 from .._storage import Location, RangeSource, Transaction, locate_by_caller
 from ..errors import (
     InvalidOptionError,
@@ -182,7 +183,7 @@ class ConvertRequest:
     replaces: bool = False
     """Whether an export replaces an earlier one."""
     before_commit: Callable[[], Awaitable[None]] = unchecked
-    """As in ``SaveOrder``."""
+    """Called by the process that commits, when everything has been written. If it raises, nothing is committed."""
     others: Mapping[str, bytes] = field(default_factory=dict)
     """Files in addition to those of safetensors."""
 
@@ -230,16 +231,16 @@ async def _convert(
         files=beside,
         operation=ranks,
         replaces_export=request.replaces,
-        before_commit=request.before_commit,
     )
     layout = _ConvertedLayout(order, files, selection)
     sizes = {file.name: file.nbytes for file in layout.data_files}
     # Two ways to the same commit. Alone: this process writes all files. With other ranks: each writes some, and rank 0
     # commits when all have.
     if ranks is None:
-        await run_here(order, partial(pipeline.write, layout.data_files), layout, sum(sizes.values()))
+        write = partial(pipeline.write, layout.data_files)
+        await write_here(order, write, sum(sizes.values()), Solo(order, layout), request.before_commit)
     else:
-        sizes = await _run_divided(order, layout.data_files, pipeline, ranks, selection)
+        sizes = await _run_divided(order, layout.data_files, pipeline, selection, request)
 
     def report() -> ConvertReport:
         return ConvertReport(
@@ -291,9 +292,9 @@ class _ConvertedLayout:
         self._selection = selection
         self.data_files = files.data_files if isinstance(files, DcpTarget) else files
 
-    async def receipt(self, plan: None, written: None) -> RankReceipt:
+    def receipt(self, plan: None, written: None) -> RankReceipt:
         names = {file.name: self._order.transaction.committed_name(file.name) for file in self.data_files}
-        crcs = {} if self._dcp is None else await io_threads().run(self._dcp.crcs, names)
+        crcs = {} if self._dcp is None else self._dcp.crcs(names)
         return RankReceipt({names[file.name]: file.nbytes for file in self.data_files}, names, crcs)
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
@@ -314,14 +315,17 @@ class _ConvertedLayout:
 
 
 async def _run_divided(
-    order: SaveOrder, files: Sequence[TargetFile], pipeline: Pipeline, ranks: Operation, selection: Selection
+    order: SaveOrder, files: Sequence[TargetFile], pipeline: Pipeline, selection: Selection, request: ConvertRequest
 ) -> dict[str, int]:
     """Export with other ranks, and return the sizes of all files by their names."""
+    ranks = order.operation
+    assert ranks is not None
     tensors = [file for file in files if file.name.endswith(SUFFIX)]
     beside = [file for file in files if not file.name.endswith(SUFFIX)]
     divided = _DividedFiles(order, ranks, tensors, beside, files[-1].name, selection)
     nbytes = 0 if ranks.rank else sum(file.nbytes for file in files)
-    await run_here(order, partial(divided.write, pipeline), divided, nbytes, _Divided(order))
+    coordinator = _Divided(order, divided, request.before_commit)
+    await write_here(order, partial(divided.write, pipeline), nbytes, coordinator)
     return {**{file.name: file.nbytes for file in tensors}, **divided.others}
 
 
@@ -359,7 +363,7 @@ class _DividedFiles:
 
     # --- the layout: the files need no manifest ---
 
-    async def receipt(self, plan: None, written: None) -> RankReceipt:
+    def receipt(self, plan: None, written: None) -> RankReceipt:
         return RankReceipt(self._written, None)
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
@@ -417,7 +421,7 @@ class _Divided(Group):
         if first.rank == 0 and first.kind in ("RankDied", "DeadlineExceededError") and self._operation.step == "commit":
             self._order.transaction.outcome = "unknown"
         elif self._order.transaction.place is None:  # otherwise rank 0 deletes the hidden directory
-            await self._order.transaction.clean_up(verdict)
+            await clean_up(self._order.transaction, verdict)
 
     async def _seen(self) -> Outcome:
         return "unknown"

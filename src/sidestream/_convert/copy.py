@@ -25,9 +25,9 @@ from .._runtime.caller import run_by_caller
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
 from .._runtime.threads import Deadline, Stop, holding_gil, io_threads, paced, pause_point, time_limit
-from .._save.copying import run_here
-from .._save.operation import RankReceipt
+from .._save.operation import RankReceipt, Solo
 from .._save.order import SaveOrder
+from .._save.task import write_here
 from .._storage import (
     ABANDONED_AFTER_S,
     PIECE_BYTES,
@@ -137,7 +137,8 @@ async def copy(
             found = await _look(files, location, manifest)
             order = SaveOrder(where, durability, deadline, kind="file" if found.single else "files", verb="copy")
             copying = _Copy(found, where, min(_MOST_WINDOW_BYTES, budget_bytes // WINDOWS), progress)
-            await run_here(order, copying.write, _CopiedLayout(found.sizes), sum(found.sizes.values()))
+            solo = Solo(order, _CopiedLayout(found.sizes))
+            await write_here(order, copying.write, sum(found.sizes.values()), solo)
         return found
 
     async def work() -> _Found:
@@ -345,7 +346,7 @@ class _CopiedLayout:
 
     sizes: Mapping[str, int]
 
-    async def receipt(self, plan: None, written: bytes | None) -> RankReceipt:
+    def receipt(self, plan: None, written: bytes | None) -> RankReceipt:
         return RankReceipt(self.sizes, written)
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .._format.records import CompositeEntry
@@ -20,7 +19,10 @@ from .._layout.save_layout import SavePlan
 from .._runtime.public import public
 from .._runtime.threads import Stop, current_deadline, io_threads, report
 from .._runtime.torch_probes import dtype_from_name
+from .._save.commit import clean_up
+from .._save.operation import RankReceipt, Solo
 from .._save.order import SaveOrder
+from .._save.task import run_here
 from .._staging import SnapshotReader
 from .._storage import ABANDONED_AFTER_S, Body, BytesBody, Location, is_plain_name, locate_directory, read_sources
 from ..errors import (
@@ -184,6 +186,19 @@ def _choose(export: HF, candidates: Sequence[_Candidate], url: str) -> Selection
     return replace(found, order=list(found.origin), cast=tuple(cast), wholes=tuple(found.origin))
 
 
+@dataclass(frozen=True, slots=True)
+class _WrittenLayout:
+    """The layout of an export that is written. It has no manifest."""
+
+    nbytes: int
+
+    def receipt(self, plan: None, written: None) -> RankReceipt:
+        return RankReceipt({"": self.nbytes}, None)
+
+    def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
+        return {}
+
+
 @dataclass(slots=True)
 class _Sink:
     """The export of one save. ``replaces``: it replaces an earlier export."""
@@ -192,7 +207,9 @@ class _Sink:
     location: Location
     durability: Durability
     replaces: bool
+    _save: SaveOrder | None = None
     _order: SaveOrder | None = None
+    """The order of the export, from its first byte until ``finish`` or ``undo``."""
     _others: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
@@ -230,9 +247,8 @@ class _Sink:
             kind="files",
             verb="export",
             replaces_export=self.replaces,
-            before_commit=partial(self._check_newest, save),
         )
-        self._order = order
+        self._save, self._order = save, order
         order.lifecycle.started()
         order.lifecycle.planned(order.save_id)
         # The checkpoint comes first on a disk that is too small: its bytes are counted before the export asks for room.
@@ -242,22 +258,16 @@ class _Sink:
             order.transaction.write(files, stop=stop)
         finally:
             stream.close()
-        report = self._report({name: body.nbytes for name, body in files}, chosen)
-        order.lifecycle.written(report.nbytes)
-        return report
+        return self._report({name: body.nbytes for name, body in files}, chosen)
 
     async def finish(self, read: ConvertReport) -> ConvertReport:
-        order = self._order
+        order, save = self._order, self._save
         assert order is not None
+        assert save is not None
+        self._order = None
         # Right before the commit, and again after the one in ``prepare``: a newer generation of the step may have been
         # exported meanwhile, and must not be replaced by this one.
-        await order.before_commit()
-        try:
-            await order.transaction.commit({})
-        finally:
-            await order.remove_replaced()
-        order.lifecycle.mark("committed")
-        await report(order.lifecycle.committed, read.nbytes, MappingProxyType(dict(order.lifecycle.seconds)))
+        await run_here(order, partial(self._check_newest, save), Solo(order, _WrittenLayout(read.nbytes)))
         return read
 
     async def undo(self, error: BaseException) -> None:
@@ -266,7 +276,7 @@ class _Sink:
             # For observers the first try was skipped, and did not fail: the export is made from the checkpoint.
             starts_over = isinstance(error, SnapshotLostError)
             await report(order.lifecycle.failed, SkippedError(str(error)) if starts_over else error, order.outcome)
-            await order.transaction.clean_up(error)
+            await clean_up(order.transaction, error)
             self._order = None
 
     async def read_checkpoint(self, save: SaveOrder, ranks: Operation | None) -> ConvertReport:

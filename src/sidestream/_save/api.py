@@ -342,12 +342,18 @@ class SaveRequest:
             exports=tuple(one.url for one in exports),
         )
         try:
-            layout = NativeLayout(order, options) if operation is None else AgreedLayout(order, options)
+            layout: NativeLayout | AgreedLayout
+            coordinator: Solo | Group
+            if operation is None:
+                layout = NativeLayout(order, options)
+                coordinator = Solo(order, layout)
+            else:
+                layout = AgreedLayout(order, options)
+                coordinator = Group(order, layout)
             return SaveOperation(
                 order=order,
-                writer=LiveWriter(order, stage, layout),  # launches the stage
-                layout=layout,
-                coordinator=Solo(order) if operation is None else Group(order),
+                writer=LiveWriter(order, stage, layout, coordinator.finish),  # launches the stage
+                coordinator=coordinator,
                 exports=exports,
                 snapshots=stage.snapshots,
             )

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
 from .._group import Operation, Stopped, has_ended
-from .._runtime.threads import Deadline, ThreadFuture, io_threads, pause_point, report, time_limit
+from .._runtime.threads import Deadline, Stop, ThreadFuture, io_threads, pause_point, report, time_limit
 from ..errors import NotDurableError, OutcomeUnknownError, RankFailuresError, SidestreamError
 from ..options import Outcome
-from .operation import Committed, RankReceipt, SharedLayout, Writer, check_shared, join_pieces, split_pieces
+from .commit import clean_up, commit
+from .operation import (
+    Committed,
+    RankReceipt,
+    SharedLayout,
+    Writer,
+    check_shared,
+    join_pieces,
+    split_pieces,
+    unchecked,
+)
 from .order import Lifecycle, SaveOrder
 from .pending import SaveInfo, SaveProgress
 
@@ -45,9 +55,13 @@ class FailedSave:
 class Group:
     """The coordinator of a save by several ranks, on one of them."""
 
-    def __init__(self, order: SaveOrder) -> None:
+    def __init__(
+        self, order: SaveOrder, layout: SharedLayout, before_commit: Callable[[], Awaitable[None]] = unchecked
+    ) -> None:
         assert order.operation is not None
         self._order = order
+        self._layout = layout
+        self._before_commit = before_commit
         self._operation = order.operation
 
     def attach(self, writer: Writer) -> None:
@@ -72,11 +86,18 @@ class Group:
 
     # --- the commit ---
 
-    async def commit(self, receipt: RankReceipt, layout: SharedLayout) -> Committed:
+    def finish(self, plan: Any, written: Any, stop: Stop) -> bytes:
+        """Return the receipt of this rank, and the times of its phases, as bytes."""
+        lifecycle = self._order.lifecycle
+        receipt = self._layout.receipt(plan, written)
+        lifecycle.written(receipt.nbytes)
+        seconds = dict(lifecycle.seconds)  # a copy: another thread may add to it meanwhile
+        head = json.dumps({"files": receipt.files, "crcs": receipt.crcs, "seconds": seconds}).encode()
+        return join_pieces(head, self._layout.pack(receipt))
+
+    async def commit(self, finished: bytes) -> Committed:
         order = self._order
-        seconds = dict(order.lifecycle.seconds)  # a copy: the loop may add to it meanwhile
-        packed = await io_threads().run(_pack, receipt, layout, seconds)
-        answer = await self._operation.aexchange("commit", packed, partial(self._commit, layout))
+        answer = await self._operation.aexchange("commit", finished, self._commit)
         sent = json.loads(answer)
         # The answer is a proof: rank 0 sends it after its commit. It is recorded first, because the checkpoint is
         # visible also if it may not be durable.
@@ -85,9 +106,9 @@ class Group:
             raise NotDurableError(sent["not_durable"])
         return Committed(sent["nbytes"], sent["seconds"])
 
-    async def _commit(self, layout: SharedLayout, packed: Sequence[bytes]) -> bytes:
+    async def _commit(self, packed: Sequence[bytes]) -> bytes:
         """Commit, and return the answer to all ranks. Called on rank 0, when all ranks have written."""
-        order, operation = self._order, self._operation
+        order, operation, layout = self._order, self._operation, self._layout
         threads, transaction = io_threads(), order.transaction
         # All that can fail without consequences comes first: other storage, a manifest that cannot be made, a caller
         # that forbids the commit. Until ``make_irrevocable`` returns, the failure of any rank stops the save, and the
@@ -97,12 +118,12 @@ class Group:
         receipts = [receipt for receipt, _ in received]
         await check_shared(order, receipts)
         files = await threads.run(layout.files, receipts)
-        await order.before_commit()
+        await self._before_commit()
         if not await operation.make_irrevocable():
             raise Stopped
         times = [seconds for _, seconds in received]
         try:
-            await transaction.commit(files)
+            await commit(transaction, files)
         except NotDurableError as error:
             return json.dumps({"not_durable": str(error)}).encode()
         except asyncio.CancelledError:
@@ -142,7 +163,7 @@ class Group:
         # Only rank 0 deletes, and only now: ``failed`` has waited until the other ranks have stopped. A rank that was
         # still writing would put files into a directory that is being removed.
         if operation.rank == 0:
-            await order.transaction.clean_up(verdict)
+            await clean_up(order.transaction, verdict)
         else:
             await self._read_back(verdict)
         # The caller's own cancel comes before the verdict, so that ``asyncio.timeout`` and task groups recognize it. It
@@ -209,12 +230,6 @@ class Group:
             sizes = await location.store.sizes(location.name)
         nbytes = sum(size for name, size in sizes.items() if name.startswith("__"))
         return Committed(nbytes, self._order.lifecycle.seconds)
-
-
-def _pack(receipt: RankReceipt, layout: SharedLayout, seconds: Mapping[str, float]) -> bytes:
-    """Return the receipt of this rank, and the times of its phases, as bytes. Called in a worker thread."""
-    head = json.dumps({"files": receipt.files, "crcs": receipt.crcs, "seconds": seconds}).encode()
-    return join_pieces(head, layout.pack(receipt))
 
 
 def _unpack(packed: Sequence[bytes], layout: SharedLayout) -> list[tuple[RankReceipt, Mapping[str, float]]]:

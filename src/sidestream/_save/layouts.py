@@ -30,7 +30,7 @@ from .._layout.save_layout import SavePlan
 from .._layout.sharded.assign import Assignment, RankReport
 from .._layout.sharded.rank_layout import RankPlan
 from .._layout.sharded.rank_table import Row, local_table
-from .._runtime.threads import collected, io_threads, pause_point
+from .._runtime.threads import collected, pause_point
 from .._runtime.torch_probes import TORCH_VERSION
 from .._staging import Captured, PlanCache
 from ..errors import InvalidOptionError, SidestreamError
@@ -155,15 +155,15 @@ class AgreedLayout:
 
     # --- the layout, when all is written ---
 
-    async def receipt(self, plan: RankPlan, written: Sequence[BlockSums]) -> RankReceipt:
+    def receipt(self, plan: RankPlan, written: Sequence[BlockSums]) -> RankReceipt:
         """Return the receipt of this rank, and write its part of the manifest to storage. So rank 0 need not receive
         the part."""
         order, operation = self._order, self._operation
-        receipt, part = await io_threads().run(_make_part, self._planned, written, order)
+        receipt, part = _make_part(self._planned, written, order)
         if part:
             name = part_name(order.save_id, operation.rank)
             # Before the receipt is sent, so that rank 0 commits only what is there.
-            await order.transaction.put(name, part)
+            order.transaction.put(name, part)
         return receipt
 
     def pack(self, receipt: RankReceipt) -> bytes:
@@ -381,7 +381,7 @@ class NativeLayout:
         captured = renamed_state(captured, options.names, options.dtype, self._order.location.url, others=False)
         return SavePlan.of(plans, budget_bytes, captured)
 
-    async def receipt(self, plan: SavePlan, written: Sequence[BlockSums]) -> RankReceipt:
+    def receipt(self, plan: SavePlan, written: Sequence[BlockSums]) -> RankReceipt:
         names = {name: self._order.transaction.committed_name(name) for name in plan.files}
         files = {names[name]: nbytes for name, nbytes in plan.files.items()}
 

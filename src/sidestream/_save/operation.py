@@ -19,9 +19,10 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from .._runtime.tasks import run_shielded
-from .._runtime.threads import report, time_limit
+from .._runtime.threads import Stop, io_threads, report, time_limit
 from ..errors import StorageNotSharedError
 from ..options import Outcome
+from .commit import clean_up, settled
 from .order import Lifecycle, SaveOrder
 from .pending import SaveInfo, SaveProgress
 from .sinks import PendingExport
@@ -40,6 +41,7 @@ __all__ = [
     "check_shared",
     "join_pieces",
     "split_pieces",
+    "unchecked",
 ]
 
 
@@ -72,11 +74,12 @@ class Writer(Protocol):
     """The part of a save that writes the data to storage, in threads."""
 
     def pass_on(self, staged: Future[None]) -> None:
-        """Resolve ``staged`` when the sources may change, or with the error of the staging."""
+        """Resolve ``staged`` when the sources may change, or with the error of the staging. Called when the sidecar
+        files have been read, which are sources too."""
 
-    async def ended(self) -> tuple[Any, Any]:
-        """Wait until all data is on storage. Return the plan, and what is known of its items after they were
-        written."""
+    async def ended(self) -> Any:
+        """Wait until all data is on storage and ``Coordinator.finish`` has returned, in the thread that has written.
+        Return what that has returned."""
 
     async def release(self) -> None:
         """Release all memory. No copy reads a source any more when this returns."""
@@ -88,24 +91,24 @@ class Writer(Protocol):
 
 
 class Layout(Protocol):
-    """The part of a save that describes the data files in the manifest and ``.metadata``."""
+    """The part of a save that describes the data files in the manifest and ``.metadata``. Its methods block."""
 
-    async def receipt(self, plan: Any, written: Any) -> RankReceipt:
+    def receipt(self, plan: Any, written: Any) -> RankReceipt:
         """Return this rank's receipt for what its writer has written."""
 
     def files(self, receipts: Sequence[RankReceipt]) -> Mapping[str, Sequence[bytes]]:
-        """Return the files that the commit adds, each as a sequence of pieces. Readers look for the last one. Called in
-        a worker thread, on the rank that commits, with the receipts of all ranks."""
+        """Return the files that the commit adds, each as a sequence of pieces. Readers look for the last one. Called on
+        the rank that commits, with the receipts of all ranks."""
 
 
 class SharedLayout(Layout, Protocol):
     """The layout of a save by several ranks, which send their receipts to rank 0."""
 
     def pack(self, receipt: RankReceipt) -> bytes:
-        """Return the content of ``receipt`` as bytes. Called in a worker thread."""
+        """Return the content of ``receipt`` as bytes."""
 
     def unpack(self, rank: int, content: bytes) -> Any:
-        """Return the content that ``rank`` has packed. Called in a worker thread, on rank 0."""
+        """Return the content that ``rank`` has packed. Called on rank 0."""
 
 
 class Coordinator(Protocol):
@@ -117,8 +120,12 @@ class Coordinator(Protocol):
     def relay(self, staged: Future[None]) -> Future[None]:
         """Return the future that the writer resolves in place of ``staged``."""
 
-    async def commit(self, receipt: RankReceipt, layout: Any) -> Committed:
-        """Make the checkpoint visible. Raises what ``Transaction.commit`` raises."""
+    def finish(self, plan: Any, written: Any, stop: Stop) -> Any:
+        """Do what follows when all data is on storage, in the thread that has written it. ``plan`` and ``written`` are
+        what the layout needs. One process commits here."""
+
+    async def commit(self, finished: Any) -> Committed:
+        """Make the checkpoint visible, if ``finish`` has not done that. ``finished`` is its result."""
 
     async def fail(self, error: BaseException) -> Committed:
         """Find out the outcome after ``error``, and delete an attempt that was not committed. Raises the error of the
@@ -153,7 +160,7 @@ async def check_shared(order: SaveOrder, receipts: Sequence[RankReceipt]) -> Non
     # the target and deleted the files of this one. The marker tells them apart, so it is read first: the advice to
     # share storage would be wrong in the second case.
     if lost:
-        await order.transaction.check_not_overtaken()
+        await io_threads().run(order.transaction.check_not_overtaken)
         raise StorageNotSharedError(
             2,
             f"ranks wrote {len(expected)} files, and rank 0 does not see {len(lost)} of them "
@@ -165,11 +172,16 @@ async def check_shared(order: SaveOrder, receipts: Sequence[RankReceipt]) -> Non
     order.transaction.expect(expected)
 
 
+async def unchecked() -> None:
+    """Do nothing: nothing prevents the commit."""
+
+
 class Solo:
     """The coordinator of a save by one process."""
 
-    def __init__(self, order: SaveOrder) -> None:
+    def __init__(self, order: SaveOrder, layout: Layout) -> None:
         self._order = order
+        self._layout = layout
 
     def attach(self, writer: Writer) -> None:
         """Do nothing: only the caller stops this save."""
@@ -177,17 +189,25 @@ class Solo:
     def relay(self, staged: Future[None]) -> Future[None]:
         return staged
 
-    async def commit(self, receipt: RankReceipt, layout: Layout) -> Committed:
-        # The last point at which the save can be refused: everything is on storage, and nothing is visible. The files
-        # of the commit are passed as a function, because the manifest of many tensors takes long to make. The worker
-        # thread that writes them makes them too.
-        await self._order.before_commit()
-        await self._order.transaction.commit(partial(layout.files, [receipt]))
+    def finish(self, plan: Any, written: Any, stop: Stop) -> Committed:
+        # The thread that has written commits: between its last byte and the marker no other thread has to be woken up,
+        # for which it would wait beside a busy loop or a thread that computes.
+        order, layout = self._order, self._layout
+        receipt = layout.receipt(plan, written)
+        order.lifecycle.written(receipt.nbytes)
+        order.transaction.commit(partial(layout.files, [receipt]), stop)
         return Committed(receipt.nbytes)
 
+    async def commit(self, finished: Committed) -> Committed:
+        return finished
+
     async def fail(self, error: BaseException) -> Committed:
-        await self._order.transaction.clean_up(error)
-        raise error
+        transaction = self._order.transaction
+        failure = await settled(transaction, error)
+        await clean_up(transaction, failure)
+        if failure is error:
+            raise error
+        raise failure from error
 
     def close(self) -> None:
         """Do nothing: nothing has been opened."""
@@ -199,7 +219,6 @@ class SaveOperation:
 
     order: SaveOrder
     writer: Writer
-    layout: Layout
     coordinator: Coordinator
     exports: Sequence[PendingExport] = ()
     snapshots: tuple[Any, ...] = ()
@@ -242,32 +261,28 @@ class SaveOperation:
         )
 
     async def _run(self, staged: Future[None]) -> Committed:
-        coordinator, lifecycle = self.coordinator, self.order.lifecycle
+        order, coordinator = self.order, self.coordinator
         try:
             # In this order. First the failure of another rank has to reach the writer. The sidecar files are read
-            # before the caller is notified that its sources may change, because sidecar files are sources too. The
-            # receipt needs the checksums, which are complete when the last window has been sealed.
+            # before the caller is notified that its sources may change, because sidecar files are sources too.
             coordinator.attach(self.writer)
-            if self.order.files:
+            if order.files:
                 await self._read_files()
             self.writer.pass_on(coordinator.relay(staged))
-            receipt = await self.layout.receipt(*await self.writer.ended())
-            await report(lifecycle.written, receipt.nbytes)
-            committed = await coordinator.commit(receipt, self.layout)
-            lifecycle.mark("committed")
-            await self.order.remove_replaced()
+            committed = await coordinator.commit(await self.writer.ended())
+            order.lifecycle.mark("committed")
         # ``fail`` has three ends. It raises the error of the save: the usual one. It raises the caller's cancel, after
-        # the outcome was read back. Or it returns, because the checkpoint is there: rank 0 has died after its commit. A
-        # save that was cancelled after its commit removes what it has replaced, too, so this is done in a ``finally``.
+        # the outcome was read back. Or it returns, because the checkpoint is there: rank 0 has died after its commit.
         except BaseException as error:
-            try:
-                committed = await coordinator.fail(error)
-            finally:
-                await self.order.remove_replaced()
+            committed = await coordinator.fail(error)
         finally:
-            # Last, and before the caller has the result. A caller that saves again at once finds the memory free, and a
-            # failed save has left nothing behind when its error is raised.
-            await run_shielded(self.writer.release)
+            try:
+                # Here, because a save that was cancelled after its commit removes what it has replaced, too.
+                await order.remove_replaced()
+            finally:
+                # Last, and before the caller has the result. A caller that saves again at once finds the memory free,
+                # and a failed save has left nothing behind when its error is raised.
+                await run_shielded(self.writer.release)
         coordinator.close()
         return committed
 

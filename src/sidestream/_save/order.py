@@ -6,7 +6,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -29,8 +29,9 @@ from ..events import (
     emit,
 )
 from ..options import Digest, Durability, FileSource, Outcome
+from .commit import remove_replaced
 
-__all__ = ["Lifecycle", "SaveOrder", "unchecked"]
+__all__ = ["Lifecycle", "SaveOrder"]
 
 
 class Lifecycle:
@@ -133,10 +134,6 @@ class Lifecycle:
                 self._emitting = False
 
 
-async def unchecked() -> None:
-    """Do nothing: nothing prevents the commit."""
-
-
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
     """The arguments of a save, and its transaction."""
@@ -160,8 +157,6 @@ class SaveOrder:
     """The kind of the transaction, unless it follows from ``operation`` or ``replaces_export``."""
     replaces_export: bool = False
     """Whether an export replaces an existing one."""
-    before_commit: Callable[[], Awaitable[None]] = unchecked
-    """Called by the process that commits, when everything has been written. If it raises, nothing is committed."""
     files: Mapping[str, FileSource] = field(default_factory=dict)
     """The sidecar files, by name."""
     exports: tuple[str, ...] = ()
@@ -245,9 +240,9 @@ class SaveOrder:
         return replace(manifest, files=files, sidecars=sidecars, file_crcs=file_crcs)
 
     async def remove_replaced(self) -> None:
-        """Do ``Transaction.remove_replaced``, if there is a transaction."""
+        """Remove what the save has replaced, if there is a transaction."""
         for transaction in self._begun:
-            await transaction.remove_replaced()
+            await remove_replaced(transaction)
 
     @property
     def outcome(self) -> Outcome:

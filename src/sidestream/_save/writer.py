@@ -8,7 +8,7 @@ never waits for the event loop. So code on the loop may block at the fence while
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
@@ -19,7 +19,15 @@ from typing import Any
 from .._format.shard import BlockSums, ShardLayout
 from .._layout.save_layout import PlannedFiles
 from .._runtime.caller import cancel_if_interrupted
-from .._runtime.threads import Deadline, Stop, release_in_background, result_of, time_limit, write_threads
+from .._runtime.threads import (
+    Deadline,
+    Stop,
+    ThreadFuture,
+    release_in_background,
+    result_of,
+    time_limit,
+    write_threads,
+)
 from .._staging import AsyncStager, Captured, SnapshotReader, Staging, borrow, give_back
 from .._storage import Body, BytesBody, ShardBody
 from ..errors import (
@@ -54,10 +62,18 @@ class _Launch:
 
 
 class LiveWriter:
-    """A launched stage and the thread that writes it."""
+    """A launched stage and the thread that writes it. ``finish`` is called in that thread at the end."""
 
-    def __init__(self, order: SaveOrder, stage: Stage, layout: NativeLayout | AgreedLayout) -> None:
+    def __init__(
+        self,
+        order: SaveOrder,
+        stage: Stage,
+        layout: NativeLayout | AgreedLayout,
+        finish: Callable[[PlannedFiles, list[BlockSums], Stop], Any],
+    ) -> None:
         self._order = order
+        self._finish = finish
+        self._files_read: ThreadFuture[None] = ThreadFuture()
         self._stage = stage
         self._stop = Stop()
         self._launched = self._withdrawn = False  # withdrawn: the caller was interrupted and will not await this save
@@ -84,22 +100,22 @@ class LiveWriter:
             raise
 
     def pass_on(self, staged: Future[None]) -> None:
+        self._files_read.set_result(None)
         # In the thread that resolves it: observers are code of the user, which must not run on the loop of operations.
         self._stage.free.add_done_callback(partial(_resolve, staged, self._order.lifecycle))
 
-    async def ended(self) -> tuple[Any, Any]:
+    async def ended(self) -> Any:
         assert self._done is not None
         try:
             # A stop has to reach the stager's thread as well: it may be copying, or waiting for memory that only this
             # save would give back. It also ends the wait of ``Stage.plan`` in a group, which does not look at ``stop``.
             with self._stop.waking(self._stage.cancel):
-                result: tuple[Any, Any] = await self._threads.wait(self._done, "writing", stop=self._stop)
+                return await self._threads.wait(self._done, "writing", stop=self._stop)
         except asyncio.CancelledError:
             # ``wait`` cancels work that no thread has begun, and does not set the flag then. ``release`` needs it: it
             # says that the copies were stopped, so that 5 s are enough to wait for them.
             self._stop.set()
             raise
-        return result
 
     async def release(self) -> None:
         """Release all memory. When this returns, no copy reads a source or writes into memory any more.
@@ -140,7 +156,7 @@ class LiveWriter:
         self._order.lifecycle.failed(SaveAbortedError("the caller was interrupted"), "absent")
         # Two threads may find that they have to discard. The writing thread looks at ``_withdrawn`` when it ends, and
         # this callback runs when it has ended. If the flag was set after that look, only the callback discards.
-        # ``discard_here`` may run twice.
+        # ``discard`` may run twice.
         if self._done is not None and self._launched:  # the writing thread may have ended before ``_withdrawn`` was set
             self._done.add_done_callback(lambda _: release_in_background(self._discard, "sidestream-abandoned"))
 
@@ -151,7 +167,7 @@ class LiveWriter:
 
     # --- the thread ---
 
-    def _work(self, launched: SimpleQueue[bool]) -> tuple[Any, Any] | None:
+    def _work(self, launched: SimpleQueue[bool]) -> Any:
         order, stage, stop = self._order, self._stage, self._stop
         began = False
         try:
@@ -169,7 +185,9 @@ class LiveWriter:
                 order.lifecycle.planned(order.save_id)
                 order.space.take(order.transaction, plan.nbytes, alone=True)
                 write_files(order, stage.files(plan), stop)  # after planning: it needs the id of the save
-                return plan, stage.written()
+                if order.files:  # the commit adds them
+                    result_of(self._files_read, stop, "reading files=")
+                return self._finish(plan, stage.written(), stop)
         except Empty:
             raise order.deadline.exceeded("launching the copies") from None
         finally:
@@ -177,8 +195,10 @@ class LiveWriter:
                 self._discard()
 
     def _discard(self) -> None:
-        """Remove what was written, and free the memory of a save whose caller was interrupted. Called in a thread."""
-        self._order.transaction.discard_here()
+        """Remove what was written, unless it was committed, and free the memory of a save whose caller was interrupted.
+        Called in a thread."""
+        if self._order.outcome == "absent":
+            self._order.transaction.discard()
         self._close_own()
 
 

@@ -19,7 +19,7 @@ from .names import (
 )
 from .space import Space
 from .store import PIECE_BYTES, Files, Leftover, RangeSource, ReadRange, Store
-from .transaction import Attempt, Kind, StoreAddress, Transaction
+from .transaction import Attempt, CommitFiles, Kind, MakeFiles, StoreAddress, Transaction
 from .urls import DEFAULT_STORAGE, Location, locate_by_caller, locate_directory, locate_run
 
 __all__ = [
@@ -33,11 +33,13 @@ __all__ = [
     "Batches",
     "Body",
     "BytesBody",
+    "CommitFiles",
     "Files",
     "Kind",
     "Leftover",
     "LocalStore",
     "Location",
+    "MakeFiles",
     "Memory",
     "RangeSource",
     "ReadRange",

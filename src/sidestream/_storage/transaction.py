@@ -7,8 +7,6 @@ the attempt.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -19,16 +17,13 @@ from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
 from .._format.marker import TAIL_BYTES, Marker, find_marker
-from .._runtime.tasks import run_shielded
-from .._runtime.threads import Deadline, Stop, time_limit
+from .._runtime.threads import Stop
 from ..errors import (
     CheckpointExistsError,
     ClosedError,
     CorruptCheckpointError,
     DeadlineExceededError,
     NotDurableError,
-    OutcomeUnknownError,
-    SidestreamError,
     is_stuck,
 )
 from ..options import Durability, Outcome, Storage
@@ -64,11 +59,6 @@ Kind: TypeAlias = Literal["directory", "replacement", "joined", "files", "joined
 - ``"file"``: one file, which is the target itself.
 """
 
-_log = logging.getLogger("sidestream")
-
-_READ_BACK_S = 10.0
-_CLEAN_UP_S = 60.0
-
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
@@ -101,8 +91,8 @@ class Attempt:
 
 
 class Transaction(ABC):
-    """One attempt. Only one thread or task at a time may call its methods, except that ``discard`` may run at the same
-    time as ``write``."""
+    """One attempt. Its methods block, and need no event loop. Only one thread at a time may call them, except that
+    ``discard`` may run at the same time as ``write``, and every method beside a thread that hangs in a system call."""
 
     _adds_ids = False
     """Whether several attempts write the files of checkpoints into one target, under names that contain the id of the
@@ -125,6 +115,11 @@ class Transaction(ABC):
         # is known. Only an attempt whose outcome is ``"absent"`` is ever deleted.
         self.outcome: Outcome = "absent"
         """The state of the commit: ``"absent"`` until it has been sent."""
+        self._mark: tuple[str, bytes] | None = None
+        """The name of the file that readers look for, and its end, when the commit has written the others."""
+        self.may_follow = False
+        """Whether the commit may still take place although it has failed: a request or a thread was left behind."""
+        self._ended = False
         self._making = threading.Lock()
         self._discarded = False
         self._keeps_replaced = False
@@ -136,7 +131,7 @@ class Transaction(ABC):
     # --- what each store does in its own way ---
 
     @abstractmethod
-    async def read_tail(self, name: str, nbytes: int) -> bytes:
+    def _read_tail(self, name: str, nbytes: int) -> bytes:
         """Return the last ``nbytes`` of the file with this name in the store, or all of it if it is smaller. Raises
         ``FileNotFoundError``."""
 
@@ -147,7 +142,7 @@ class Transaction(ABC):
 
     @abstractmethod
     def write(self, files: Iterable[tuple[str, Body]], *, stop: Stop | None = None) -> None:
-        """Write ``files``, one after the other, in the calling thread and in others. Needs no event loop.
+        """Write ``files``, one after the other, in the calling thread and in others.
 
         The first call makes the attempt and, durably, every missing parent directory. The iterator ``files`` may block
         until the next file is known.
@@ -161,17 +156,17 @@ class Transaction(ABC):
         """
 
     @abstractmethod
-    async def put(self, name: str, content: bytes) -> None:
+    def put(self, name: str, content: bytes) -> None:
         """Write a small file. With ``durability="fsync"``, its content is durable when this returns, and its name after
         the commit. Raises ``CheckpointExistsError`` if it exists."""
 
     @abstractmethod
-    async def put_all(self, files: CommitFiles | MakeFiles) -> CommitFiles:
-        """Write the files of a commit, and return them. The last one, for which readers look, is kept for
-        ``make_visible``. A store whose commit is one rename writes it now."""
+    def _complete(self, files: CommitFiles, stop: Stop) -> None:
+        """Write the files of a commit, and check that the others are there. The last one, for which readers look, is
+        kept for ``_make_visible``. A store whose commit is one rename writes it now, and leaves the check to that."""
 
     @abstractmethod
-    async def make_visible(self) -> None:
+    def _make_visible(self) -> None:
         """Make all files visible in one atomic step, then durable.
 
         Raises ``CheckpointExistsError`` if the target exists; then nothing was changed. Raises ``NotDurableError`` if
@@ -179,14 +174,10 @@ class Transaction(ABC):
         marked with ``mark_stuck``. The checkpoint that a ``"replacement"`` replaced is in the attempt afterwards."""
 
     @abstractmethod
-    def discard_here(self) -> None:
-        """Delete the attempt, with the files that other processes have written into it, in the calling thread. Does
-        nothing if the attempt does not exist, and nothing in a forked child. Afterwards the attempt cannot be made any
-        more: the first ``write`` raises ``ClosedError``."""
-
-    @abstractmethod
-    async def discard(self) -> None:
-        """Do ``discard_here`` without blocking the event loop."""
+    def discard(self) -> None:
+        """Delete the attempt, with the files that other processes have written into it. Does nothing if the attempt
+        does not exist, and nothing in a forked child. Afterwards the attempt cannot be made any more: the first
+        ``write`` raises ``ClosedError``."""
 
     @abstractmethod
     def wrote(self, sizes: Mapping[str, int]) -> None:
@@ -200,8 +191,7 @@ class Transaction(ABC):
 
     @abstractmethod
     def clear(self, names: Sequence[str]) -> None:
-        """Remove these files of the attempt, which a dead process left behind, in the calling thread. Files that do not
-        exist are skipped."""
+        """Remove these files of the attempt, which a dead process left behind. Files that do not exist are skipped."""
 
     # --- what is the same for all ---
 
@@ -242,135 +232,100 @@ class Transaction(ABC):
             self._discarded = True
         return True
 
-    async def commit(self, files: CommitFiles | MakeFiles) -> None:
-        """Write ``files``, each given as a sequence of pieces, and make the attempt visible. A function that returns
-        the files is called in a worker thread.
+    def commit(self, files: CommitFiles | MakeFiles, stop: Stop | None = None) -> None:
+        """Write ``files``, each given as a sequence of pieces, and make the attempt visible. When this returns, the
+        files are visible and, with ``durability="fsync"``, durable.
 
         Readers look for the last of the files. Its last bytes are different in every save, so reading them back shows
-        whether this commit took place. Without ``files``, the commit cannot be read back. Such a commit is not
-        interrupted by cancels, and ``outcome`` is ``"unknown"`` if the deadline passes meanwhile.
+        whether this commit took place. Without ``files`` the commit cannot be read back.
 
-        When this returns, the files are visible and, with ``durability="fsync"``, durable. If an error or a cancel
-        arrives after the commit has been sent, the commit is read back, shielded from cancels. So ``outcome`` is true
-        whatever is raised.
+        ``stop`` ends it before the commit is sent. A commit that was sent is finished.
 
         Raises:
-            asyncio.CancelledError: the call was cancelled; ``outcome`` may have any value.
+            ClosedError: ``stop`` is set; ``outcome`` is ``"absent"``.
             CheckpointExistsError: the target exists; ``outcome`` is ``"absent"``.
-            NotDurableError: ``outcome`` is ``"committed"``, but a sync failed or timed out.
-            OutcomeUnknownError: the read-back failed too, so ``outcome`` is ``"unknown"``. Nothing was deleted.
+            NotDurableError: ``outcome`` is ``"committed"``, but a sync failed.
+            StorageError, DeadlineExceededError: ``outcome`` is ``"absent"``, or ``"unknown"`` until ``read_back``.
         """
-        made = await self.put_all(files) if files else {}
-        if not made:
-            # An export, or a single file, has no marker that names its save. A look at the target could not tell this
-            # commit from that of another writer. So the commit is not interrupted instead, and is not read back.
-            await run_shielded(self._send_without_id)
-            return
-        *_, (name, last) = made.items()
-        await self._send(f"{self.attempt.target}/{name}", _tail_of(last))
-
-    async def _send_without_id(self) -> None:
-        self.outcome = "unknown"
-        try:
-            await self.make_visible()
-        except DeadlineExceededError:
-            raise
-        except NotDurableError as error:
-            self.outcome = "committed"
-            self._keep_replaced(error)
-            raise
-        except Exception:
-            self.outcome = "absent"
-            raise
-        self.outcome = "committed"
-
-    async def _send(self, name: str, tail: bytes) -> None:
-        """Send the commit. If that fails, find out whether it took place: then the file ``name`` ends with ``tail``."""
-        target = self.attempt.target
+        stop = stop or Stop()
+        files = files() if callable(files) else files
+        self._complete(files, stop)
+        if files:
+            *_, (name, last) = files.items()
+            self._mark = f"{self.attempt.target}/{name}", _tail_of(last)
+        stop.check()
         # Before the call: once the rename or the put is sent, it may take effect whatever is raised here. From
         # ``"unknown"`` on nothing is deleted that has not been looked at.
         self.outcome = "unknown"
         try:
-            await self.make_visible()
-            self.outcome = "committed"
+            self._make_visible()
         except CheckpointExistsError:
             # The one error that proves that nothing has happened: the storage refused, because the target is taken.
-            self.outcome = "absent"
+            self._found("absent")
             raise
         except NotDurableError as error:
-            self.outcome = "committed"
-            self._keep_replaced(error)
+            self._found("committed")
+            self.keep_replaced(error)
             raise
-        except (Exception, asyncio.CancelledError) as error:
-            # Every other error may come after the commit took effect: a lost answer, a deadline, a cancel. The outcome
-            # is a fact that has to be read back. The tail of the marker contains the id of the save, so the marker of
-            # another save that was faster is not taken for this one.
-            stuck = is_stuck(error)
-            await run_shielded(self._read_back, name, tail, stuck)
-            outcome: Outcome = self.outcome
-            if isinstance(error, asyncio.CancelledError) or outcome == "absent":
-                raise
-            if outcome == "committed":
-                # The checkpoint is complete, but how far the sync has come is unknown. So what was replaced stays until
-                # another collection: after a power cut the old name may be the one that the file system has.
-                committed = NotDurableError(
-                    f"{target} is committed and complete, but publishing it did not end well: {error}"
-                )
-                self._keep_replaced(committed)
-                raise committed from error
-            raise OutcomeUnknownError(
-                f"the commit of {target} was sent, and whether it took place could not be read back: {error}. Nothing "
-                f"was deleted; look for {target}, and remove {self.attempt.name} if it is still there"
-            ) from error
+        except Exception as error:
+            # Every other error may come after the commit took effect: a lost answer, a deadline. The outcome is a fact
+            # that has to be read back. An export, or a single file, has no marker that names its save, and a look at
+            # the target could not tell this commit from that of another writer. For these an error of the storage
+            # counts as a refusal.
+            self.may_follow = is_stuck(error)
+            if self._mark is None and not isinstance(error, DeadlineExceededError):
+                self._found("absent")
+            raise
+        self._found("committed")
 
-    async def _read_back(self, name: str, tail: bytes, stuck: bool) -> None:
+    def _found(self, outcome: Outcome) -> None:
+        """Record the outcome of the commit, unless ``end`` was called: a thread that hung in a system call until then
+        does not change what was reported."""
+        if not self._ended:
+            self.outcome = outcome
+
+    @property
+    def can_be_read_back(self) -> bool:
+        """Whether the commit was sent, its outcome is unknown, and ``read_back`` may find it out."""
+        return self.outcome == "unknown" and self._mark is not None
+
+    def end(self) -> None:
+        """Record that nothing waits for the commit any more: what a thread still does has no effect on ``outcome``."""
+        self._ended = True
+
+    def read_back(self) -> None:
+        """Set ``outcome`` by what is on the storage, if that ``can_be_read_back``. It stays ``"unknown"`` if the
+        storage cannot be read, or if the commit may still take place."""
+        assert self._mark is not None
+        name, tail = self._mark
         try:
-            with time_limit(Deadline.after(_READ_BACK_S)):
-                found = await self.read_tail(name, TAIL_BYTES) == tail
+            # The tail of the marker contains the id of the save, so the marker of another save that was faster is not
+            # taken for this one.
+            found = self._read_tail(name, TAIL_BYTES) == tail
         except FileNotFoundError:
             found = False
-        except (SidestreamError, OSError):
-            return
         if found:
             self.outcome = "committed"
-        elif not stuck:  # a thread that was left behind may still commit
+        elif not self.may_follow:
             self.outcome = "absent"
 
-    async def clean_up(self, error: BaseException) -> None:
-        """Delete the files of an attempt that was not committed. A failure to do so is added to ``error`` as a note."""
-        # Files of a committed checkpoint stay, and so do those of an unknown outcome: they may be the only checkpoint
-        # there is.
-        if self.outcome != "absent":
-            return
-
-        async def discard() -> None:
-            try:
-                with time_limit(Deadline.after(_CLEAN_UP_S)):
-                    await self.discard()
-            except (SidestreamError, OSError) as failure:
-                error.add_note(f"what it had written could not be removed: {failure}")
-                if isinstance(error, SidestreamError):
-                    error.about(left_behind=self.attempt.name)
-
-        await run_shielded(discard)
-        if is_stuck(error):
-            attempt = self.attempt.name
-            if isinstance(error, SidestreamError):
-                error.about(left_behind=attempt)
-            error.add_note(f"a thread hangs in a system call and may still write {attempt}; remove it if it appears")
-
-    async def check_not_overtaken(self) -> None:
+    def check_not_overtaken(self) -> None:
         """Raise ``CheckpointExistsError`` if this is a ``"replacement"`` that cannot be committed any more, because
         another save has replaced its target meanwhile. On stores that commit by an exchange of directories this does
         nothing: there the last save replaces all earlier ones."""
         return
 
-    async def _discard_replaced(self) -> None:
+    @property
+    def has_replaced(self) -> bool:
+        """Whether this is a ``"replacement"`` that was committed durably."""
+        return self.attempt.kind == "replacement" and self.outcome == "committed" and not self._keeps_replaced
+
+    def discard_replaced(self) -> None:
         """Delete the checkpoint that this transaction has replaced. After an exchange of two directories it has the
         name of the attempt, so ``discard`` deletes it."""
-        await self.discard()
+        self.discard()
 
-    def _keep_replaced(self, error: NotDurableError) -> None:
+    def keep_replaced(self, error: NotDurableError) -> None:
         """Keep what this transaction has replaced, because the commit may not be durable. ``error`` says where."""
         self._keeps_replaced = True
         self._note_replaced(error)
@@ -378,21 +333,6 @@ class Transaction(ABC):
     def _note_replaced(self, error: NotDurableError) -> None:
         """Add to ``error`` the place of the replaced checkpoint."""
         return
-
-    async def remove_replaced(self) -> None:
-        """Remove what a ``"replacement"`` has replaced, if it was committed durably. Called at the end of every save
-        and export, also of one that was cancelled after its commit, and not interrupted by a cancel. A failure is only
-        logged, because the save itself has succeeded."""
-        if self.attempt.kind != "replacement" or self.outcome != "committed" or self._keeps_replaced:
-            return
-        await run_shielded(self._remove_replaced)
-
-    async def _remove_replaced(self) -> None:
-        try:
-            with time_limit(Deadline.after(_CLEAN_UP_S)):
-                await self._discard_replaced()
-        except (SidestreamError, OSError) as error:
-            _log.warning("what %s replaced could not be removed: %s", self.attempt.target, error)
 
 
 async def marker_in(name: str, read_tail: Callable[[str, int], Awaitable[bytes]]) -> Marker | None:

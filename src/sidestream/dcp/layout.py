@@ -23,7 +23,7 @@ class PlannerLayout:
         self._order = order
         self.metadata = metadata
 
-    async def receipt(self, plan: None, written: Sequence[WriteResult]) -> RankReceipt:
+    def receipt(self, plan: None, written: Sequence[WriteResult]) -> RankReceipt:
         """Return the receipt for these items, which all ranks have written. DCP has the plan."""
         places = [result.storage_data for result in written]
         sizes = {one.file: one.file_bytes for one in places}

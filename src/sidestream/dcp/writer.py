@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, Unpack
 
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from .._layout.values import allowed_types
 from .._runtime.threads import Deadline, Stop, io_threads, time_limit
 from .._save.operation import Solo, check_shared
 from .._save.order import SaveOrder
+from .._save.task import run_here
 from .._save.writer import write_files
 from .._storage import Kind, Location
 from .._storage.clients.requests import in_io_thread
@@ -60,8 +61,6 @@ class _Save:
     deadline: Deadline
     sent: SentOrder | None = None
     order: SaveOrder | None = None
-    coordinator: Solo | None = None
-    """On the rank that commits."""
     alone: bool = True
     cleanup: Any = None
     """A finalizer that removes what is left of the attempt, on the rank that commits."""
@@ -190,7 +189,6 @@ class StorageWriter(DcpStorageWriter):
         order.lifecycle.planned(order.save_id)
         try:
             with time_limit(save.deadline):
-                save.coordinator = Solo(order)
                 # Before any rank writes, so that a rank that does not find the attempt knows that its storage is
                 # another one.
                 order.make_attempt()
@@ -231,13 +229,12 @@ class StorageWriter(DcpStorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit what all ranks have written."""
         save = self._save()
-        order, coordinator = save.order, save.coordinator
+        order = save.order
         assert order is not None
-        assert coordinator is not None
         layout = PlannerLayout(order, metadata)
         written = [result for each in results for result in each]
         # DCP calls this on any thread, also on that of a running loop, which its own storage blocks as well.
-        call_from_thread(lambda: _commit(order, coordinator, written, layout), save.deadline)
+        call_from_thread(lambda: _commit(order, written, layout), save.deadline)
         # DCP returns this object, as it was written.
         vars(metadata).update(vars(layout.stock_metadata()))
         self._sessions.current().drop()
@@ -335,20 +332,14 @@ class _Session:
             save.cleanup()
 
 
-async def _commit(order: SaveOrder, coordinator: Solo, written: Sequence[WriteResult], layout: PlannerLayout) -> None:
+async def _commit(order: SaveOrder, written: Sequence[WriteResult], layout: PlannerLayout) -> None:
     """Commit what all ranks have written."""
-    receipt = await layout.receipt(None, written)
-    try:
-        await check_shared(order, [receipt])
-        order.lifecycle.written(receipt.nbytes)
-        await coordinator.commit(receipt, layout)
-    except BaseException as error:
-        order.lifecycle.failed(error, order.outcome)
-        await coordinator.fail(error)
-    finally:
-        await order.remove_replaced()
-    order.lifecycle.mark("committed")
-    order.lifecycle.committed(receipt.nbytes, MappingProxyType(dict(order.lifecycle.seconds)))
+
+    async def checked() -> Sequence[WriteResult]:
+        await check_shared(order, [layout.receipt(None, written)])
+        return written
+
+    await run_here(order, checked, Solo(order, layout))
 
 
 def _discard(order: SaveOrder) -> None:
@@ -362,7 +353,7 @@ def _discard(order: SaveOrder) -> None:
     if order.outcome != "absent":
         return
     if in_io_thread():
-        io_threads().submit(order.transaction.discard_here)
+        io_threads().submit(order.transaction.discard)
         return
     with suppress(SidestreamError):
-        order.transaction.discard_here()
+        order.transaction.discard()

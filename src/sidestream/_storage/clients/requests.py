@@ -60,7 +60,8 @@ class LoopCall(Generic[T]):
         self.loop: asyncio.AbstractEventLoop = get_loop()
         self.future: Future[T] = Future()
         self.future.set_running_or_notify_cancel()
-        self._cancelled = False
+        self.cancelled = False
+        """Whether ``cancel`` was called."""
         self._task: asyncio.Task[T] | None = None
         # On the loop of fsspec, which runs in a thread of its own. So a request continues while the caller's loop is
         # blocked at a fence, and a thread of the writer can wait for it although no loop runs there.
@@ -68,7 +69,7 @@ class LoopCall(Generic[T]):
 
     def cancel(self) -> None:
         """Cancel the coroutine. ``future`` raises ``ClosedError`` when it has ended. From any thread."""
-        self._cancelled = True
+        self.cancelled = True
         self.loop.call_soon_threadsafe(self._cancel)
 
     def cancel_after(self, grace_s: float) -> None:
@@ -97,7 +98,7 @@ class LoopCall(Generic[T]):
                 raise deadline.exceeded(f"{name}, which does not end when it is cancelled") from error
 
     def _start(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        if self._cancelled:
+        if self.cancelled:
             self.future.set_exception(_stopped())
             return
         self._task = self.loop.create_task(work())
@@ -126,16 +127,10 @@ def _stopped() -> ClosedError:
     return ClosedError("stopped before the work was done")
 
 
-async def on_io_loop(work: Callable[[], Coroutine[Any, Any, T]], name: str, *, unstoppable: bool = False) -> T:
-    """Run ``work()`` on the loop and wait for it. When this returns or raises, the work has ended.
-
-    A cancel of the caller cancels the work, and is raised when the work has ended. ``unstoppable`` work is not
-    cancelled: it has to end by the deadline, and the cancel is raised then.
-    """
-    call = LoopCall(work)
-    if unstoppable:
-        return await _waiter.wait(call.future, name)
-    stop = Stop()
+async def on_io_loop(work: Callable[[], Coroutine[Any, Any, T]], name: str) -> T:
+    """Run ``work()`` on the loop and wait for it. When this returns or raises, the work has ended. A cancel of the
+    caller cancels the work, and is raised when the work has ended."""
+    call, stop = LoopCall(work), Stop()
     with stop.waking(call.cancel):
         return await _waiter.wait(call.future, name, stop=stop)
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from ..._format.marker import END, TAIL_BYTES, find_marker, is_complete
-from ..._runtime.threads import Stop, Threads, io_threads
+from ..._runtime.threads import Stop, Threads
 from ...errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -284,14 +284,14 @@ class MarkedTransaction(LocalTransaction):
     def _writes_last(self) -> bool:
         return not self._carries_id
 
-    async def make_visible(self) -> None:
+    def _make_visible(self) -> None:
         if self.attempt.kind == "files":
-            await io_threads().run(self._publish_files)
+            self._publish_files()
             self._made = None
         elif not self._carries_id:
-            await super().make_visible()
+            super()._make_visible()
         else:
-            await io_threads().run(self._mark)
+            self._publish_marker()
             self._last, self._made = None, None
             self._names.clear()
 
@@ -325,7 +325,7 @@ class MarkedTransaction(LocalTransaction):
         finally:
             shutil.rmtree(hidden, ignore_errors=True)
 
-    def _mark(self) -> None:
+    def _publish_marker(self) -> None:
         assert self._last is not None
         name, pieces = self._last
         path, content, durable = self._target / name, b"".join(pieces), self.attempt.durability == "fsync"
@@ -376,9 +376,9 @@ class MarkedTransaction(LocalTransaction):
                 os.close(descriptor)
         self._claimed = False
 
-    def discard_here(self) -> None:
+    def discard(self) -> None:
         if not self._carries_id:
-            super().discard_here()
+            super().discard()
             return
         if self.outcome == "committed" or not self._end_making():
             return

@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from ..._runtime.threads import Stop, Threads, io_threads, write_threads
+from ..._runtime.threads import Stop, Threads, write_threads
 from ...errors import (
     CheckpointExistsError,
     NoSpaceError,
@@ -33,7 +33,7 @@ from ...options import Durability
 from ..bodies import Body, BytesBody, FilePart, PiecesBody
 from ..names import ABANDONED_AFTER_S
 from ..replacing import Use
-from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction
+from ..transaction import Attempt, CommitFiles, StoreAddress, Transaction
 from .attempt_lock import AttemptLock
 from .directories import (
     RACES,
@@ -242,8 +242,8 @@ class LocalTransaction(Transaction):
     def place(self) -> Path:
         return self._directory
 
-    async def read_tail(self, name: str, nbytes: int) -> bytes:
-        return await io_threads().run(read_tail, self._root / name, None, nbytes)
+    def _read_tail(self, name: str, nbytes: int) -> bytes:
+        return read_tail(self._root / name, None, nbytes)
 
     def path_of(self, name: str = "") -> str:
         directory = self.attempt.target if self._carries_id else self.attempt.name
@@ -286,7 +286,7 @@ class LocalTransaction(Transaction):
         # Tried in the new directory, because there is no other way to find out, and now, because the commit would find
         # it out after everything was written.
         if not vacant and not can_exchange(self._hidden):
-            self.discard_here()
+            self.discard()
             raise CheckpointExistsError(
                 f"{self._target} is not empty, and this file system cannot exchange two directories in one step: save "
                 "to a new directory, or remove the old one first"
@@ -310,54 +310,39 @@ class LocalTransaction(Transaction):
         for name in names:
             unlink(self._directory / self.committed_name(name))
 
-    async def put(self, name: str, content: bytes) -> None:
-        stop, body = Stop(), BytesBody(content)
+    def put(self, name: str, content: bytes) -> None:
         self._names[name] = None
         # The directory is not made again if it is gone: another process has removed the attempt.
-        await io_threads().run(self._write_file, name, body, stop, stop=stop)
+        self._write_file(name, BytesBody(content), Stop())
 
-    async def put_all(self, files: CommitFiles | MakeFiles) -> CommitFiles:
-        """In one call of a thread: each way there and back takes the GIL from a trainer in a thread several times."""
-        stop = Stop()
-        made = await io_threads().run(self._write_files, files, stop, stop=stop)
-        if made and not self._writes_last:
-            *_, self._last = made.items()
-        return made
+    def _complete(self, files: CommitFiles, stop: Stop) -> None:
+        names = [*files]
+        if names and not self._writes_last:
+            last = names.pop()
+            self._last = last, files[last]
+        for name in names:
+            stop.check()
+            self._names[name] = None
+            self._write_file(name, PiecesBody(files[name]), stop)
 
     @property
     def _writes_last(self) -> bool:
-        """Whether the last file is written like the others."""
+        """Whether the last file of a commit is written like the others."""
         return True
 
-    def _write_files(self, files: CommitFiles | MakeFiles, stop: Stop) -> CommitFiles:
-        """Write the files, and return them. The last one may be left to ``make_visible``."""
-        made = files() if callable(files) else files
-        for name in [*made] if self._writes_last else [*made][:-1]:
-            stop.check()
-            self._names[name] = None
-            self._write_file(name, PiecesBody(made[name]), stop)
-        return made
-
-    async def make_visible(self) -> None:
+    def _make_visible(self) -> None:
         attempt = self.attempt
         if attempt.kind == "file":
-            await io_threads().run(self._publish_file)
+            self._publish_file()
             return
-        names = frozenset(self._names)
-        move: Step = move_there
-        if attempt.kind == "replacement":
-            move = partial(replace, use=self._use)
-        await io_threads().run(self._publish, names, move)
+        self._publish(partial(replace, use=self._use) if attempt.kind == "replacement" else move_there)
         self._made = None  # from now on the name of the attempt is that of the replaced checkpoint, if any
 
     def _note_replaced(self, error: NotDurableError) -> None:
         if self.attempt.kind == "replacement":
             error.add_note(f"what it has replaced may still be in {self._hidden}, until it is collected")
 
-    async def _discard_replaced(self) -> None:
-        await io_threads().run(self._discard_replaced_here)
-
-    def _discard_replaced_here(self) -> None:
+    def discard_replaced(self) -> None:
         if not self._end_making():
             return
         path: Path | None = self._hidden
@@ -369,10 +354,7 @@ class LocalTransaction(Transaction):
         if path is not None:
             remove_tree(path)
 
-    async def discard(self) -> None:
-        await io_threads().run(self.discard_here)
-
-    def discard_here(self) -> None:
+    def discard(self) -> None:
         if not self._end_making():
             return
         # Only this process can publish an attempt that it has made. Any other attempt is renamed first, so that its
@@ -388,8 +370,6 @@ class LocalTransaction(Transaction):
     def _close_lock(self) -> None:
         if self._lock is not None:
             self._lock.close()
-
-    # --- what runs in threads ---
 
     def _create(self) -> os.stat_result:
         """Make the directory of the attempt, and return its status with the mode that the umask gives. Until it is
@@ -428,11 +408,12 @@ class LocalTransaction(Transaction):
                 str(self._directory),
             )
 
-    def _publish(self, names: frozenset[str], move: Step) -> None:
+    def _publish(self, move: Step) -> None:
         # Before the rename: from then on the directory is the checkpoint, and the file of the lock must not be in it.
         if self._lock is not None:
             with os_errors_as("publishing", self._target):
                 self._lock.release()
+        names = frozenset(self._names)
         publish(self._hidden, self._target, names, self._made, self.attempt.durability, move)
 
     def _publish_file(self) -> None:

@@ -6,16 +6,16 @@ readers look for, is written last. A prefix without a marker is not a checkpoint
 
 from __future__ import annotations
 
-import asyncio
 import errno
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ..._runtime.threads import Deadline, Stop, io_threads, time_limit
+from ..._runtime.threads import Deadline, Stop, current_deadline, time_limit
 from ...errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
+    DeadlineExceededError,
     InvalidOptionError,
     SidestreamError,
     StorageError,
@@ -26,17 +26,17 @@ from ...errors import (
 from ...events import GuaranteeLost, emit
 from ...options import Listing
 from ..bodies import Body
-from ..clients.requests import LoopCall, on_io_loop, translated
+from ..clients.requests import LoopCall, translated
 from ..names import ABANDONED_AFTER_S, MARKER, NOTE, READ_FIRST, id_of, is_plain_shard, owner_of
 from ..replacing import Use, refusal
-from ..transaction import Attempt, CommitFiles, MakeFiles, StoreAddress, Transaction, being_removed, marker_in
+from ..transaction import Attempt, CommitFiles, StoreAddress, Transaction, being_removed, marker_in
 from .bucket import Bucket, clear_export, collect_orphans, look_at
 
 __all__ = ["ObjectTransaction", "check_replaces"]
 
 _CLEAN_UP_S = 60.0
 _SENT_S = 5.0
-"""How long a put that was sent has to end after a cancel."""
+"""How long a put that was sent has to end after a stop, or after its deadline."""
 _warned: set[str] = set()
 
 
@@ -66,8 +66,8 @@ class ObjectTransaction(Transaction):
         self._last: tuple[str, bytes] | None = None
         self._replaced: _Replaced | None = None
 
-    async def read_tail(self, name: str, nbytes: int) -> bytes:
-        return await on_io_loop(lambda: self._bucket.tail(name, nbytes), f"reading {name}")
+    def _read_tail(self, name: str, nbytes: int) -> bytes:
+        return LoopCall(lambda: self._bucket.tail(name, nbytes)).result(f"reading {name}")
 
     def path_of(self, name: str = "") -> str:
         target = self.attempt.target
@@ -87,7 +87,7 @@ class ObjectTransaction(Transaction):
         deletes the files of saves that cannot commit any more."""
         if isinstance(error, StorageError) and error.errno == errno.ENOENT:
             try:
-                LoopCall(self._check_not_overtaken).result(f"looking at {self.attempt.target}")
+                self.check_not_overtaken()
             except CheckpointExistsError as conflict:
                 conflict.__cause__ = error
                 return conflict
@@ -181,8 +181,8 @@ class ObjectTransaction(Transaction):
             )
         return marker.save_id
 
-    async def check_not_overtaken(self) -> None:
-        await on_io_loop(self._check_not_overtaken, f"looking at {self.attempt.target}")
+    def check_not_overtaken(self) -> None:
+        LoopCall(self._check_not_overtaken).result(f"looking at {self.attempt.target}")
 
     async def _check_not_overtaken(self) -> None:
         replaced, name = self._replaced, f"{self.attempt.target}/{MARKER}"
@@ -232,19 +232,23 @@ class ObjectTransaction(Transaction):
                 failure = StorageError(errno.ENOENT, "the bucket, or the upload, is not there", url)
             raise failure from error
 
-    async def put(self, name: str, content: bytes) -> None:
+    def put(self, name: str, content: bytes) -> None:
+        self._put(name, content, Stop())
+
+    def _put(self, name: str, content: bytes, stop: Stop) -> None:
         bucket = self._bucket
         self._sizes[name] = len(content)
-        await on_io_loop(lambda: bucket.put(self.path_of(name), memoryview(content)), f"writing {self._shown(name)}")
+        LoopCall(lambda: bucket.put(self.path_of(name), memoryview(content))).result(
+            f"writing {self._shown(name)}", stop
+        )
 
-    async def put_all(self, files: CommitFiles | MakeFiles) -> CommitFiles:
-        made = await io_threads().run(_files, files) if callable(files) else files
-        names = [*made]
-        for name in names[:-1]:
-            await self.put(name, await _joined(made[name]))
-        if names:
-            self._last = names[-1], await _joined(made[names[-1]])
-        return made
+    def _complete(self, files: CommitFiles, stop: Stop) -> None:
+        if files:
+            *others, last = files
+            for name in others:
+                self._put(name, _joined(files[name]), stop)
+            self._last = last, _joined(files[last])
+        LoopCall(self._check_complete).result(f"looking at {self.attempt.target}", stop)
 
     def _shown(self, name: str) -> str:
         return f"{self.attempt.name}/{name}"
@@ -264,14 +268,18 @@ class ObjectTransaction(Transaction):
 
     # --- the end ---
 
-    async def make_visible(self) -> None:
-        """Put the marker, create-only or on the condition that the marker that it replaces still has the same version.
-        A cancel does not interrupt the put, and is raised when its outcome is known."""
-        target = self.attempt.target
-        await on_io_loop(self._check_complete, f"looking at {target}")
+    def _make_visible(self) -> None:
+        """Put the marker, create-only or on the condition that the marker that it replaces still has the same
+        version."""
         if self._last is not None:  # otherwise the last of the files has made the attempt visible
             name, content = self._last
-            await self._create(f"{target}/{name}", content)
+            name = f"{self.attempt.target}/{name}"
+            creation = LoopCall(lambda: self._create(name, content))
+            try:
+                with time_limit(Deadline.after(current_deadline().remaining_s() + _SENT_S)):
+                    creation.result(f"publishing {name}")
+            except DeadlineExceededError as error:
+                raise (mark_stuck(error) if creation.cancelled else error) from error.__cause__
         self._forget()
 
     def _forget(self) -> None:
@@ -281,25 +289,14 @@ class ObjectTransaction(Transaction):
         self._begun.clear()
 
     async def _create(self, name: str, content: bytes) -> None:
-        uncertain: list[BaseException] = []
-
-        async def create() -> None:
-            try:
-                if self._replaced is None:
-                    await self._bucket.create(name, content)
-                else:
-                    await self._bucket.replace(name, content, self._replaced.version)
-            except Exception as error:
-                if is_uncertain(error) and not isinstance(error, CheckpointExistsError):
-                    mark_stuck(error)  # the request may still arrive
-                    uncertain.append(error)
-                raise
-
         try:
-            await on_io_loop(create, f"publishing {name}", unstoppable=True)
-        except asyncio.CancelledError as cancel:
-            if uncertain:
-                mark_stuck(cancel)
+            if self._replaced is None:
+                await self._bucket.create(name, content)
+            else:
+                await self._bucket.replace(name, content, self._replaced.version)
+        except Exception as error:
+            if is_uncertain(error) and not isinstance(error, CheckpointExistsError):
+                mark_stuck(error)  # the request may still arrive
             raise
 
     async def _check_complete(self) -> None:
@@ -336,10 +333,10 @@ class ObjectTransaction(Transaction):
             f"{self._bucket.url}/{self.attempt.target} was replaced meanwhile: another export was written to it"
         )
 
-    async def _discard_replaced(self) -> None:
+    def discard_replaced(self) -> None:
         replaced, self._replaced = self._replaced, None
         if replaced is not None:
-            await on_io_loop(lambda: self._collect(replaced), f"removing what {self.attempt.target} was before")
+            LoopCall(lambda: self._collect(replaced)).result(f"removing what {self.attempt.target} was before")
 
     async def _collect(self, replaced: _Replaced) -> None:
         bucket, target = self._bucket, self.attempt.target
@@ -354,12 +351,9 @@ class ObjectTransaction(Transaction):
         target = self.attempt.target
         return (target.rpartition("/")[0] or ".") if self.attempt.kind == "file" else target
 
-    async def discard(self) -> None:
-        await on_io_loop(self._discard, f"removing {self.attempt.name}")
-
-    def discard_here(self) -> None:
+    def discard(self) -> None:
         with time_limit(Deadline.after(_CLEAN_UP_S)):
-            LoopCall(self._discard).result("removing")
+            LoopCall(self._discard).result(f"removing {self.attempt.name}")
 
     async def _discard(self) -> None:
         if not self._end_making() or not self._made:
@@ -414,9 +408,8 @@ def _no_conditions(bucket: Bucket) -> str:
     )
 
 
-async def _joined(pieces: Sequence[bytes]) -> bytes:
-    """Join the pieces of a file in a thread, because the manifest of many tensors has tens of megabytes."""
-    return pieces[0] if len(pieces) == 1 else await io_threads().run(b"".join, pieces)
+def _joined(pieces: Sequence[bytes]) -> bytes:
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def _in_one_piece(body: Body, stop: Stop) -> memoryview:
@@ -432,7 +425,3 @@ def _in_one_piece(body: Body, stop: Stop) -> memoryview:
         del piece
         part.release()
     return memoryview(content).toreadonly()
-
-
-def _files(make: MakeFiles) -> CommitFiles:
-    return make()
