@@ -599,7 +599,7 @@ HOUSE = {
     "sidestream._format": "",
     "sidestream._format.records": "",
     "sidestream._save": "",
-    "sidestream._save.order": "from .._format.records import A, B\nfrom ..errors import C\nfrom . import order",
+    "sidestream._save.running": "from .._format.records import A, B\nfrom ..errors import C\nfrom . import running",
     "sidestream._save.sinks": "def f():\n    from sidestream._format.records import B",
 }
 
@@ -608,7 +608,7 @@ def test_counts_names() -> None:
     assert names_between(HOUSE) == {
         ("_save", "_format"): {("sidestream._format.records", "A"), ("sidestream._format.records", "B")}
     }
-    assert len(names_taken("sidestream._save.order", HOUSE["sidestream._save.order"], HOUSE)) == 3  # with errors
+    assert len(names_taken("sidestream._save.running", HOUSE["sidestream._save.running"], HOUSE)) == 3  # with errors
 
 
 def test_catches_a_wrong_count() -> None:
@@ -618,7 +618,7 @@ def test_catches_a_wrong_count() -> None:
     assert len(wrong_counts(HOUSE, {})) == 1  # a new pair
     assert len(wrong_counts(HOUSE, {"_save": {"_format": 2, "_group": 1}})) == 1  # a pair that has gone
     many = ", ".join(f"n{number}" for number in range(MOST_NAMES + 1))
-    house = HOUSE | {"sidestream._save.sinks": "", "sidestream._save.order": f"from .._format.records import {many}"}
+    house = HOUSE | {"sidestream._save.sinks": "", "sidestream._save.running": f"from .._format.records import {many}"}
     assert len(wrong_counts(house, {"_save": {"_format": MOST_NAMES + 1}})) == 1
 
 
@@ -639,11 +639,11 @@ def test_catches_a_curious_module() -> None:
     ["from .._format import records", "from .._format import records as r", "import sidestream._format.records"],
 )
 def test_catches_a_module_as_a_name(source: str) -> None:
-    assert len(whole_modules(HOUSE | {"sidestream._save.order": source})) == 1
+    assert len(whole_modules(HOUSE | {"sidestream._save.running": source})) == 1
     assert whole_modules(HOUSE | {"sidestream._format.frame": "from . import records"}) == []
     defines = {
         "sidestream._format.records": "def records(): ...",
-        "sidestream._save.order": "from .._format.records import records",
+        "sidestream._save.running": "from .._format.records import records",
     }
     assert whole_modules(HOUSE | defines) == []
 

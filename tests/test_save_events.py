@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import sidestream
 from sidestream import events
-from sidestream._save.order import Lifecycle
+from sidestream._save.lifecycle import Lifecycle
 from sidestream.dcp import StorageWriter
 from sidestream.errors import CheckpointExistsError, NoSpaceError, SkippedError, UnsafeObjectError
 from sidestream.events import SaveContext, SaveEvent

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -13,7 +12,7 @@ import pytest
 
 from sidestream import Storage
 from sidestream._runtime.threads import Deadline, time_limit
-from sidestream._save.operation import RankReceipt, check_shared
+from sidestream._save.running import Save, SaveOrder
 from sidestream._storage import Attempt, BytesBody, Location, Transaction, locate_directory
 from sidestream._storage.local import marking
 from sidestream.errors import StorageError
@@ -23,14 +22,16 @@ def begin(where: Location, kind: Any, save_id: str) -> Transaction:
     return where.store.begin(Attempt(where.name, kind, save_id, "fsync"))
 
 
-async def written(transaction: Transaction, **files: bytes) -> RankReceipt:
+async def written(transaction: Transaction, **files: bytes) -> dict[str, int]:
     for name, content in files.items():
         await asyncio.to_thread(transaction.write, [(name, BytesBody(content))])
-    return RankReceipt({name: len(content) for name, content in files.items()}, None)
+    return {name: len(content) for name, content in files.items()}
 
 
-async def checked(where: Location, transaction: Transaction, *receipts: RankReceipt) -> None:
-    await check_shared(SimpleNamespace(location=where, transaction=transaction), receipts)  # type: ignore[arg-type]
+async def checked(where: Location, transaction: Transaction, *receipts: dict[str, int]) -> None:
+    save = Save(where, Deadline.after(60), SaveOrder(durability="fsync"))
+    save._transaction = transaction
+    await save.check_shared({name: nbytes for receipt in receipts for name, nbytes in receipt.items()})
 
 
 async def test_the_last_file_of_rank_0_is_the_last_to_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +70,7 @@ async def test_the_commit_checks_the_files_of_all_ranks() -> None:
         await asyncio.to_thread(first.write, ())
         await written(second, data=b"2")
         name = second.committed_name("data")
-        await checked(where, first, RankReceipt({name: 1}, None))
+        await checked(where, first, {name: 1})
         fsspec.filesystem("memory").rm(f"{where.store.url}/checkpoint/{name}")
         with pytest.raises(StorageError, match=r"is gone, 1 were written"):
             first.commit({"last": [b"x"]})

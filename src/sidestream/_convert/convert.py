@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 
 from .._engine.calls import in_operation
@@ -23,12 +22,11 @@ from .._load.open.manifest import from_one_checkpoint
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
 from .._runtime.threads import Deadline, collected, current_deadline, io_threads, time_limit
-from .._save.commit import clean_up
 from .._save.group import Group
 from .._save.layouts import commit_files
-from .._save.operation import RankReceipt, Solo, unchecked
-from .._save.order import SaveOrder
-from .._save.task import write_here
+from .._save.operation import RankReceipt
+from .._save.running import Save, SaveOrder
+from .._save.task import run_here
 from .._storage import Location, RangeSource, Transaction, locate_by_caller
 from ..errors import (
     InvalidOptionError,
@@ -175,6 +173,10 @@ async def convert(
     return await in_operation(work, "convert")
 
 
+async def _unchecked() -> None:
+    """Do nothing: nothing prevents the commit."""
+
+
 @dataclass(frozen=True, slots=True)
 class ConvertRequest:
     options: ConvertOptions
@@ -182,7 +184,7 @@ class ConvertRequest:
     verb: Literal["export", "convert"] = "convert"
     replaces: bool = False
     """Whether an export replaces an earlier one."""
-    before_commit: Callable[[], Awaitable[None]] = unchecked
+    before_commit: Callable[[], Awaitable[None]] = _unchecked
     """Called by the process that commits, when everything has been written. If it raises, nothing is committed."""
     others: Mapping[str, bytes] = field(default_factory=dict)
     """Files in addition to those of safetensors."""
@@ -222,25 +224,29 @@ async def _convert(
     # digest of the plans before it makes the attempt.
     files, pipeline = await prepare_together(ranks, prepare)
     beside = sidecars if isinstance(files, DcpTarget) else {}
-    order = SaveOrder(
+    to_files = "file" if single else export_kind(where, request.replaces)
+    save = Save(
         where,
-        request.options.durability,
         current_deadline(),
-        kind="directory" if isinstance(files, DcpTarget) else "file" if single else "files",
-        verb=request.verb,
-        files=beside,
-        operation=ranks,
+        SaveOrder(durability=request.options.durability, files=beside, verb=request.verb),
+        kind="directory" if isinstance(files, DcpTarget) else to_files,
         replaces_export=request.replaces,
+        operation=ranks,
     )
-    layout = _ConvertedLayout(order, files, selection)
+    layout = _ConvertedLayout(save, files, selection)
     sizes = {file.name: file.nbytes for file in layout.data_files}
+
+    async def write() -> None:
+        await save.begin(sum(sizes.values()))
+        await pipeline.write(layout.data_files, save.transaction)
+        await request.before_commit()
+
     # Two ways to the same commit. Alone: this process writes all files. With other ranks: each writes some, and rank 0
     # commits when all have.
     if ranks is None:
-        write = partial(pipeline.write, layout.data_files)
-        await write_here(order, write, sum(sizes.values()), Solo(order, layout), request.before_commit)
+        await run_here(save, write, layout)
     else:
-        sizes = await _run_divided(order, layout.data_files, pipeline, selection, request)
+        sizes = await _run_divided(save, layout.data_files, pipeline, selection, request)
 
     def report() -> ConvertReport:
         return ConvertReport(
@@ -256,6 +262,13 @@ async def _convert(
         )
 
     return await io_threads().run(report)
+
+
+def export_kind(where: Location, replaces: bool) -> Literal["files", "replacement"]:
+    """Return the kind of the attempt of an export to ``where``. An export that ``replaces`` an existing one does so as
+    a whole where directories can be exchanged. Elsewhere the files keep the names that other programs look for, so the
+    old ones are deleted first, or, on a marked mount, the export is refused."""
+    return "replacement" if replaces and where.store.capabilities.rename else "files"
 
 
 # --- the files ------------------------------------------------------------------------------------------------------
@@ -286,14 +299,14 @@ def _without_place(opened: Source, taken: Mapping[str, bytes], request: ConvertR
 class _ConvertedLayout:
     """The layout of converted files. Only a checkpoint gets a manifest and a marker."""
 
-    def __init__(self, order: SaveOrder, files: Sequence[TargetFile] | DcpTarget, selection: Selection) -> None:
-        self._order = order
+    def __init__(self, save: Save, files: Sequence[TargetFile] | DcpTarget, selection: Selection) -> None:
+        self._save = save
         self._dcp = files if isinstance(files, DcpTarget) else None
         self._selection = selection
         self.data_files = files.data_files if isinstance(files, DcpTarget) else files
 
     def receipt(self, plan: None, written: None) -> RankReceipt:
-        names = {file.name: self._order.transaction.committed_name(file.name) for file in self.data_files}
+        names = {file.name: self._save.transaction.committed_name(file.name) for file in self.data_files}
         crcs = {} if self._dcp is None else self._dcp.crcs(names)
         return RankReceipt({names[file.name]: file.nbytes for file in self.data_files}, names, crcs)
 
@@ -304,10 +317,10 @@ class _ConvertedLayout:
         entries = self._dcp.entries(self._selection.order, receipt.content)
         containers = self._selection.containers
         about = Manifest(
-            self._order.save_id, entries, dict(receipt.files), file_crcs=receipt.crcs, containers=containers
+            self._save.save_id, entries, dict(receipt.files), file_crcs=receipt.crcs, containers=containers
         )
-        manifest = self._order.with_sidecars(about)
-        return {**self._order.sidecar_files(), **commit_files(manifest, self._order.saved_at)}
+        manifest = self._save.with_sidecars(about)
+        return {**self._save.sidecar_files(), **commit_files(manifest, self._save.order.saved_at)}
 
 
 # --- with other ranks -------------------------------------------------------------------------------------------------
@@ -315,17 +328,21 @@ class _ConvertedLayout:
 
 
 async def _run_divided(
-    order: SaveOrder, files: Sequence[TargetFile], pipeline: Pipeline, selection: Selection, request: ConvertRequest
+    save: Save, files: Sequence[TargetFile], pipeline: Pipeline, selection: Selection, request: ConvertRequest
 ) -> dict[str, int]:
     """Export with other ranks, and return the sizes of all files by their names."""
-    ranks = order.operation
+    ranks = save.operation
     assert ranks is not None
     tensors = [file for file in files if file.name.endswith(SUFFIX)]
     beside = [file for file in files if not file.name.endswith(SUFFIX)]
-    divided = _DividedFiles(order, ranks, tensors, beside, files[-1].name, selection)
+    divided = _DividedFiles(save, ranks, tensors, beside, files[-1].name, selection)
     nbytes = 0 if ranks.rank else sum(file.nbytes for file in files)
-    coordinator = _Divided(order, divided, request.before_commit)
-    await write_here(order, partial(divided.write, pipeline), nbytes, coordinator)
+
+    async def write() -> None:
+        await save.begin(nbytes)
+        await divided.write(pipeline, save.transaction)
+
+    await run_here(save, write, divided, _Divided(save, divided, request))
     return {**{file.name: file.nbytes for file in tensors}, **divided.others}
 
 
@@ -335,7 +352,7 @@ class _DividedFiles:
     ``others`` has the sizes of these; only rank 0 knows them before it sends them. The file ``final``, which readers
     look for, is written when the others are complete."""
 
-    order: SaveOrder
+    save: Save
     operation: Operation
     tensors: Sequence[TargetFile]
     beside: Sequence[TargetFile]
@@ -383,7 +400,7 @@ class _DividedFiles:
                 f"ranks that export together have to say the same: select=, names=, dtype= and max_shard_bytes= make "
                 f"other files on rank {differs[0]} than on rank 0"
             )
-        await io_threads().run(self.order.make_attempt)
+        await io_threads().run(self.save.make_attempt)
         return json.dumps({one.name: one.nbytes for one in self.beside}).encode()
 
 
@@ -411,6 +428,13 @@ class _Divided(Group):
     """The coordinator of such an export. Rank 0 commits when all ranks have written their files. If one fails, all
     fail."""
 
+    def __init__(self, save: Save, layout: _DividedFiles, request: ConvertRequest) -> None:
+        super().__init__(save, layout)
+        self._request = request
+
+    async def before_commit(self) -> None:
+        await self._request.before_commit()
+
     async def _read_back(self, verdict: RankFailuresError) -> None:
         """Delete the files that this rank has written, if they have their final names. The outcome is unknown if rank 0
         died during the commit, because an export has no marker."""
@@ -419,9 +443,9 @@ class _Divided(Group):
         # case the files of this rank have to go, and where they have their final names only this rank knows which they
         # are.
         if first.rank == 0 and first.kind in ("RankDied", "DeadlineExceededError") and self._operation.step == "commit":
-            self._order.transaction.outcome = "unknown"
-        elif self._order.transaction.place is None:  # otherwise rank 0 deletes the hidden directory
-            await clean_up(self._order.transaction, verdict)
+            self._save.transaction.outcome = "unknown"
+        elif self._save.transaction.place is None:  # otherwise rank 0 deletes the hidden directory
+            await self._save.clean_up(verdict)
 
     async def _seen(self) -> Outcome:
         return "unknown"

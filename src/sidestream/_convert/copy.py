@@ -25,9 +25,9 @@ from .._runtime.caller import run_by_caller
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
 from .._runtime.threads import Deadline, Stop, holding_gil, io_threads, paced, pause_point, time_limit
-from .._save.operation import RankReceipt, Solo
-from .._save.order import SaveOrder
-from .._save.task import write_here
+from .._save.operation import RankReceipt
+from .._save.running import Save, SaveOrder
+from .._save.task import run_here
 from .._storage import (
     ABANDONED_AFTER_S,
     PIECE_BYTES,
@@ -135,10 +135,19 @@ async def copy(
     async def copy_of(files: RangeSource, manifest: Manifest) -> _Found:
         with all_there(location.url):
             found = await _look(files, location, manifest)
-            order = SaveOrder(where, durability, deadline, kind="file" if found.single else "files", verb="copy")
+            save = Save(
+                where,
+                deadline,
+                SaveOrder(durability=durability, verb="copy"),
+                kind="file" if found.single else "files",
+            )
             copying = _Copy(found, where, min(_MOST_WINDOW_BYTES, budget_bytes // WINDOWS), progress)
-            solo = Solo(order, _CopiedLayout(found.sizes))
-            await write_here(order, copying.write, sum(found.sizes.values()), solo)
+
+            async def write() -> bytes | None:
+                await save.begin(sum(found.sizes.values()))
+                return await copying.write(save.transaction)
+
+            await run_here(save, write, _CopiedLayout(found.sizes))
         return found
 
     async def work() -> _Found:

@@ -19,9 +19,8 @@ from .._layout.save_layout import SavePlan
 from .._runtime.public import public
 from .._runtime.threads import Stop, current_deadline, io_threads, report
 from .._runtime.torch_probes import dtype_from_name
-from .._save.commit import clean_up
-from .._save.operation import RankReceipt, Solo
-from .._save.order import SaveOrder
+from .._save.operation import RankReceipt
+from .._save.running import Save, SaveOrder
 from .._save.task import run_here
 from .._staging import SnapshotReader
 from .._storage import ABANDONED_AFTER_S, Body, BytesBody, Location, is_plain_name, locate_directory, read_sources
@@ -46,7 +45,7 @@ from ..options import (
     check_names,
     storage_of,
 )
-from .convert import ConvertReport, ConvertRequest, convert_opened
+from .convert import ConvertReport, ConvertRequest, convert_opened, export_kind
 from .selection import Selection
 from .source import Source, holds, newer_generation, open_source
 from .streamed import Stream, pieces_of
@@ -207,20 +206,19 @@ class _Sink:
     location: Location
     durability: Durability
     replaces: bool
-    _save: SaveOrder | None = None
-    _order: SaveOrder | None = None
-    """The order of the export, from its first byte until ``finish`` or ``undo``."""
+    _own: Save | None = None
+    """The save of the export itself, from its first byte until ``finish`` or ``undo``."""
     _others: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
         return self.location.url
 
-    async def prepare(self, save: SaveOrder) -> None:
+    async def prepare(self, save: Save) -> None:
         await self._check_newest(save)  # on object storage an export deletes the earlier one when it begins
         self._others = await read_sources(self.export.files, timeout_s=current_deadline().remaining_s())
 
-    def read(self, snapshot: SnapshotReader[Any], save: SaveOrder, stop: Stop) -> ConvertReport:
+    def read(self, snapshot: SnapshotReader[Any], save: Save, stop: Stop) -> ConvertReport:
         plan: SavePlan = snapshot.plan(stop)
         candidates = [_Candidate(*one) for one in plan.named_tensors()]
         candidates += [_Candidate(fqn, dtype, shape, fqn, kind) for fqn, dtype, shape, kind in plan.named_composites()]
@@ -240,46 +238,41 @@ class _Sink:
         bodies = [(file.name, stream.file(file)) for file in laid]
         others, last = ([(name, BytesBody(one)) for name, one in small.items()] for small in (self._others, index))
         files: list[tuple[str, Body]] = [*others, *bodies, *last]  # the last file is the one that readers look for
-        order = SaveOrder(
+        own = self._own = Save(
             self.location,
-            self.durability,
             current_deadline(),
-            kind="files",
-            verb="export",
+            SaveOrder(durability=self.durability, verb="export"),
+            kind=export_kind(self.location, self.replaces),
             replaces_export=self.replaces,
         )
-        self._save, self._order = save, order
-        order.lifecycle.started()
-        order.lifecycle.planned(order.save_id)
+        own.lifecycle.started()
+        own.lifecycle.planned(own.save_id)
         # The checkpoint comes first on a disk that is too small: its bytes are counted before the export asks for room.
         save.space.expect(save.transaction, plan.nbytes)
         try:
-            save.space.take(order.transaction, sum(body.nbytes for _, body in files))
-            order.transaction.write(files, stop=stop)
+            save.space.take(own.transaction, sum(body.nbytes for _, body in files))
+            own.transaction.write(files, stop=stop)
         finally:
             stream.close()
         return self._report({name: body.nbytes for name, body in files}, chosen)
 
-    async def finish(self, read: ConvertReport) -> ConvertReport:
-        order, save = self._order, self._save
-        assert order is not None
-        assert save is not None
-        self._order = None
+    async def finish(self, read: ConvertReport, save: Save) -> ConvertReport:
+        own, self._own = self._own, None
+        assert own is not None
         # Right before the commit, and again after the one in ``prepare``: a newer generation of the step may have been
         # exported meanwhile, and must not be replaced by this one.
-        await run_here(order, partial(self._check_newest, save), Solo(order, _WrittenLayout(read.nbytes)))
+        await run_here(own, partial(self._check_newest, save), _WrittenLayout(read.nbytes))
         return read
 
     async def undo(self, error: BaseException) -> None:
-        order = self._order
-        if order is not None:
+        own, self._own = self._own, None
+        if own is not None:
             # For observers the first try was skipped, and did not fail: the export is made from the checkpoint.
             starts_over = isinstance(error, SnapshotLostError)
-            await report(order.lifecycle.failed, SkippedError(str(error)) if starts_over else error, order.outcome)
-            await clean_up(order.transaction, error)
-            self._order = None
+            await report(own.lifecycle.failed, SkippedError(str(error)) if starts_over else error, own.outcome)
+            await own.clean_up(error)
 
-    async def read_checkpoint(self, save: SaveOrder, ranks: Operation | None) -> ConvertReport:
+    async def read_checkpoint(self, save: Save, ranks: Operation | None) -> ConvertReport:
         try:
             return await self._read_checkpoint(save, ranks)
         except (CheckpointNotFoundError, CorruptCheckpointError, RankFailuresError) as error:
@@ -290,30 +283,32 @@ class _Sink:
                 raise self._gone(save) from error
             raise
 
-    def _gone(self, save: SaveOrder) -> CheckpointNotFoundError:
+    def _gone(self, save: Save) -> CheckpointNotFoundError:
         return CheckpointNotFoundError(
             f"nothing was exported to {self.url}: the checkpoint of this save is not at {save.location.url} any more, "
             "because it was removed, or another save has replaced it. Save to a name of its own, or convert() the "
             "checkpoint that is there now"
         )
 
-    async def _open(self, save: SaveOrder) -> Source:
+    async def _open(self, save: Save) -> Source:
         opened = await open_source(save.location)
         if opened.manifest.save_id != save.save_id:
             await opened.aclose()
             raise self._gone(save)
         return opened
 
-    async def _check_newest(self, save: SaveOrder) -> None:
+    async def _check_newest(self, save: Save) -> None:
         """Raise ``SkippedError`` if this export would replace that of a newer generation: if its step has been saved
         again, by any process, and that save is committed."""
         if not self.replaces:
             return
         store = save.location.store
-        if (newer := await newer_generation(store, save.step, save.generation)) is not None:
-            raise SkippedError(f"{self.url} was not written: step {save.step} was saved again meanwhile ({newer})")
+        if (newer := await newer_generation(store, save.order.step, save.order.generation)) is not None:
+            raise SkippedError(
+                f"{self.url} was not written: step {save.order.step} was saved again meanwhile ({newer})"
+            )
 
-    async def _read_checkpoint(self, save: SaveOrder, ranks: Operation | None) -> ConvertReport:
+    async def _read_checkpoint(self, save: Save, ranks: Operation | None) -> ConvertReport:
         opened = await prepare_together(ranks, self._open, save)
         async with aclosing(opened):
             # In one step: a rank that is cancelled between two steps would not tell the others.

@@ -14,7 +14,7 @@ from typing import Any
 from .._engine.loop import operation_loop
 from .._runtime.tasks import run_shielded, supervise
 from .._runtime.threads import Deadline, time_limit
-from .._save.order import SaveOrder
+from .._save.running import Save
 from .._save.sinks import Export, PendingExport, Sink, all_ended, exports_in, sinks_of
 from .._storage import parse_step, step_name
 from ..errors import CorruptCheckpointError, InvalidOptionError, SidestreamError, printable_lines
@@ -176,7 +176,7 @@ class Exports:
         return PendingExport(sink, partial(self._leased_and_in_order, before))
 
     @asynccontextmanager
-    async def _leased_and_in_order(self, before: list[PendingExport], save: SaveOrder) -> AsyncIterator[None]:
+    async def _leased_and_in_order(self, before: list[PendingExport], save: Save) -> AsyncIterator[None]:
         """Lease the step of ``save``, if this process commits the export, and wait until ``before`` has ended. The
         lease is put before the step can be deleted, because the save is not committed yet."""
         lease: Lease | None = None

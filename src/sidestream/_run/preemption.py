@@ -92,7 +92,7 @@ class Preemption:
     def _on_signal(self, number: int) -> None:
         # The second signal ends at once: its sender does not want to wait for the save.
         if self.requested is not None:
-            self._cancel_saves()
+            self._cancel_unless_staying()
             self._end(number)
             return
         self.requested = number
@@ -107,7 +107,7 @@ class Preemption:
         if not done:
             _log.error("the grace time of %g s is over, and not everything has been saved", self._grace_s)
             saving.cancel()  # not awaited: a thread that hangs in a system call would delay the end
-            self._cancel_saves()
+            self._cancel_unless_staying()
         self._saved.succeed(None)
         self._end(number)
 
@@ -117,7 +117,7 @@ class Preemption:
         except Exception as error:  # the program ends in any case
             _log.error("the save on preemption failed: %s: %s", type(error).__name__, printable_lines(str(error)))
 
-    def _cancel_saves(self) -> None:
+    def _cancel_unless_staying(self) -> None:
         if self._then != "stay":
             self._cancel()
 

@@ -26,8 +26,10 @@ from ..errors import InvalidOptionError, KeyCollisionError, UnsafeObjectError, U
 from ..options import FileSource, GroupChoice, SaveOptions, Storage, options_of, storage_of
 from .group import FailedSave, Group
 from .layouts import AgreedLayout, NativeLayout
-from .operation import Lifecycle, SaveOperation, SaveOrder, Solo
+from .lifecycle import Lifecycle
+from .operation import SaveOperation, Solo
 from .pending import PendingSave, SaveInfo, SaveProgress, SaveWork
+from .running import Save, SaveOrder
 from .sinks import Export, PendingExport, all_ended, exports_in, sinks_of
 from .writer import LiveWriter, Stage
 
@@ -326,33 +328,37 @@ class SaveRequest:
         if operation is None and member is not None and stage.sharded:
             operation = begun = member.begin("save", deadline)
         order = SaveOrder(
-            location,
-            options.durability,
-            deadline,
-            self.step,
-            generation,
-            STREAM_BYTES if options.streaming else None,
-            options.digest,
-            self.encoded_metadata,
-            operation,
-            *self.worker,
-            kind="replacement" if self.overwrite else "directory",
+            durability=options.durability,
+            step=self.step,
+            generation=generation,
+            digest=options.digest,
+            metadata=self.encoded_metadata,
             # Only rank 0 commits sidecar files, so a path need not exist on the other ranks.
             files=self.sources if operation is None or operation.rank == 0 else {},
             exports=tuple(one.url for one in exports),
+        )
+        worker, fall_back = self.worker
+        running = Save(
+            location,
+            deadline,
+            order,
+            kind="replacement" if self.overwrite else "directory",
+            operation=operation,
+            worker=worker,
+            fall_back=fall_back,
         )
         try:
             layout: NativeLayout | AgreedLayout
             coordinator: Solo | Group
             if operation is None:
-                layout = NativeLayout(order, options)
-                coordinator = Solo(order, layout)
+                layout = NativeLayout(running, options)
+                coordinator = Solo(running, layout)
             else:
-                layout = AgreedLayout(order, options)
-                coordinator = Group(order, layout)
+                layout = AgreedLayout(running, options)
+                coordinator = Group(running, layout)
             return SaveOperation(
-                order=order,
-                writer=LiveWriter(order, stage, layout, coordinator.finish),  # launches the stage
+                save=running,
+                writer=LiveWriter(running, stage, layout, coordinator.finish),  # launches the stage
                 coordinator=coordinator,
                 exports=exports,
                 snapshots=stage.snapshots,

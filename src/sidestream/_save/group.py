@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
@@ -14,19 +14,17 @@ from .._group import Operation, Stopped, has_ended
 from .._runtime.threads import Deadline, Stop, ThreadFuture, io_threads, pause_point, report, time_limit
 from ..errors import NotDurableError, OutcomeUnknownError, RankFailuresError, SidestreamError
 from ..options import Outcome
-from .commit import clean_up, commit
+from .lifecycle import Lifecycle
 from .operation import (
     Committed,
     RankReceipt,
     SharedLayout,
     Writer,
-    check_shared,
     join_pieces,
     split_pieces,
-    unchecked,
 )
-from .order import Lifecycle, SaveOrder
 from .pending import SaveInfo, SaveProgress
+from .running import Save
 
 __all__ = ["FailedSave", "Group"]
 
@@ -55,14 +53,11 @@ class FailedSave:
 class Group:
     """The coordinator of a save by several ranks, on one of them."""
 
-    def __init__(
-        self, order: SaveOrder, layout: SharedLayout, before_commit: Callable[[], Awaitable[None]] = unchecked
-    ) -> None:
-        assert order.operation is not None
-        self._order = order
+    def __init__(self, save: Save, layout: SharedLayout) -> None:
+        assert save.operation is not None
+        self._save = save
         self._layout = layout
-        self._before_commit = before_commit
-        self._operation = order.operation
+        self._operation = save.operation
 
     def attach(self, writer: Writer) -> None:
         self._operation.on_stop(writer.interrupt)
@@ -84,11 +79,14 @@ class Group:
     def close(self) -> None:
         self._operation.close()
 
+    async def before_commit(self) -> None:
+        """Do nothing. Called on rank 0 when all ranks have written; if a subclass raises here, nothing is committed."""
+
     # --- the commit ---
 
     def finish(self, plan: Any, written: Any, stop: Stop) -> bytes:
         """Return the receipt of this rank, and the times of its phases, as bytes."""
-        lifecycle = self._order.lifecycle
+        lifecycle = self._save.lifecycle
         receipt = self._layout.receipt(plan, written)
         lifecycle.written(receipt.nbytes)
         seconds = dict(lifecycle.seconds)  # a copy: another thread may add to it meanwhile
@@ -96,34 +94,34 @@ class Group:
         return join_pieces(head, self._layout.pack(receipt))
 
     async def commit(self, finished: bytes) -> Committed:
-        order = self._order
+        save = self._save
         answer = await self._operation.aexchange("commit", finished, self._commit)
         sent = json.loads(answer)
         # The answer is a proof: rank 0 sends it after its commit. It is recorded first, because the checkpoint is
         # visible also if it may not be durable.
-        order.transaction.outcome = "committed"
+        save.transaction.outcome = "committed"
         if "not_durable" in sent:
             raise NotDurableError(sent["not_durable"])
         return Committed(sent["nbytes"], sent["seconds"])
 
     async def _commit(self, packed: Sequence[bytes]) -> bytes:
         """Commit, and return the answer to all ranks. Called on rank 0, when all ranks have written."""
-        order, operation, layout = self._order, self._operation, self._layout
-        threads, transaction = io_threads(), order.transaction
+        save, operation, layout = self._save, self._operation, self._layout
+        threads, transaction = io_threads(), save.transaction
         # All that can fail without consequences comes first: other storage, a manifest that cannot be made, a caller
         # that forbids the commit. Until ``make_irrevocable`` returns, the failure of any rank stops the save, and the
         # attempt is deleted. After it the other ranks cannot change the outcome any more: their failures are dropped,
         # because the commit may take effect at any moment.
         received = await threads.run(_unpack, packed, layout)
         receipts = [receipt for receipt, _ in received]
-        await check_shared(order, receipts)
+        await save.check_shared({name: nbytes for receipt in receipts for name, nbytes in receipt.files.items()})
         files = await threads.run(layout.files, receipts)
-        await self._before_commit()
+        await self.before_commit()
         if not await operation.make_irrevocable():
             raise Stopped
         times = [seconds for _, seconds in received]
         try:
-            await commit(transaction, files)
+            await save.commit(files)
         except NotDurableError as error:
             return json.dumps({"not_durable": str(error)}).encode()
         except asyncio.CancelledError:
@@ -135,12 +133,12 @@ class Group:
             operation.step_completed = True
             operation.answer("commit", self._answer(receipts, times))
             raise
-        order.lifecycle.mark("committed")
+        save.lifecycle.mark("committed")
         return self._answer(receipts, times)
 
     def _answer(self, receipts: Sequence[RankReceipt], times: Sequence[Mapping[str, float]]) -> bytes:
         """Return the answer to all ranks. A phase has the time of the rank on which it ended last."""
-        seconds = dict(self._order.lifecycle.seconds)
+        seconds = dict(self._save.lifecycle.seconds)
         for one in times:
             for phase, value in one.items():
                 seconds[phase] = max(seconds.get(phase, 0.0), value)
@@ -151,19 +149,19 @@ class Group:
     async def fail(self, error: BaseException) -> Committed:
         """End the save after ``error``. Raises the error that all ranks raise; returns only if the checkpoint has been
         committed."""
-        operation, order = self._operation, self._order
+        operation, save = self._operation, self._save
         # Nothing is left to agree on. Either the answer has reached all ranks and a cancel came after it, or rank 0 has
         # sent all of them the same ``NotDurableError``. A verdict would turn a commit into a failure on the other
         # ranks.
-        if operation.step_completed or (isinstance(error, NotDurableError) and order.outcome == "committed"):
-            order.transaction.outcome = "committed"
+        if operation.step_completed or (isinstance(error, NotDurableError) and save.outcome == "committed"):
+            save.transaction.outcome = "committed"
             operation.close()
             raise error
         verdict = await operation.failed(self._reason(error))
         # Only rank 0 deletes, and only now: ``failed`` has waited until the other ranks have stopped. A rank that was
         # still writing would put files into a directory that is being removed.
         if operation.rank == 0:
-            await clean_up(order.transaction, verdict)
+            await save.clean_up(verdict)
         else:
             await self._read_back(verdict)
         # The caller's own cancel comes before the verdict, so that ``asyncio.timeout`` and task groups recognize it. It
@@ -172,26 +170,26 @@ class Group:
             raise error
         if operation.cancelled is not None:
             raise operation.cancelled from error
-        if order.outcome == "committed":
+        if save.outcome == "committed":
             return await self._committed_read_back()
         raise verdict from error
 
     def _reason(self, error: BaseException) -> BaseException:
         """Return the error that is sent to the other ranks. They take a cancel for a save that was not committed. So if
         the outcome is unknown, another error is sent."""
-        order = self._order
-        if isinstance(error, asyncio.CancelledError) and order.outcome == "unknown":
+        save = self._save
+        if isinstance(error, asyncio.CancelledError) and save.outcome == "unknown":
             return OutcomeUnknownError(
-                f"rank 0 was cancelled after the commit of {order.location.url} was sent, and whether it took place "
+                f"rank 0 was cancelled after the commit of {save.location.url} was sent, and whether it took place "
                 "could not be read back. Nothing was deleted; look whether it is there"
             )
         return error
 
     async def _read_back(self, verdict: RankFailuresError) -> None:
         """Find out the outcome if rank 0 has died in its commit, or does not know the outcome."""
-        order, first = self._order, verdict.failures[0]
+        save, first = self._save, verdict.failures[0]
         if first.rank == 0 and first.kind == "OutcomeUnknownError":
-            order.transaction.outcome = "unknown"
+            save.transaction.outcome = "unknown"
         # Rank 0 has reported nothing: its connection has ended, or it was silent until the deadline. Any other failure
         # was judged by a rank 0 that knows its outcome, and the outcome is ``"absent"``. If this rank was not in the
         # commit yet, rank 0 had not committed either, because it commits when all ranks have sent their receipts.
@@ -201,20 +199,20 @@ class Group:
         first_process = self._operation.first
         assert first_process is not None
         deadline = Deadline.after(_READ_BACK_S)
-        order.transaction.outcome = "unknown"
+        save.transaction.outcome = "unknown"
         while True:
             # Checked first: a process that has ended before the look cannot commit after it.
-            ended = order.location.store.capabilities.rename and has_ended(first_process)
+            ended = save.location.store.capabilities.rename and has_ended(first_process)
             with time_limit(deadline):
-                order.transaction.outcome = await self._seen()
-            if order.outcome == "absent" and not ended:
-                order.transaction.outcome = "unknown"  # rank 0 may still commit
-            if order.outcome != "unknown" or not deadline.remaining_s():
+                save.transaction.outcome = await self._seen()
+            if save.outcome == "absent" and not ended:
+                save.transaction.outcome = "unknown"  # rank 0 may still commit
+            if save.outcome != "unknown" or not deadline.remaining_s():
                 return
             await asyncio.sleep(_POLL_S)
 
     async def _seen(self) -> Outcome:
-        location = self._order.location
+        location = self._save.location
         try:
             async with aclosing(location.source()) as source:
                 marker = await source.marker()
@@ -222,14 +220,14 @@ class Group:
             return "absent"
         except (SidestreamError, OSError):
             return "unknown"
-        return "committed" if marker is not None and marker.save_id == self._order.save_id else "absent"
+        return "committed" if marker is not None and marker.save_id == self._save.save_id else "absent"
 
     async def _committed_read_back(self) -> Committed:
-        location = self._order.location
+        location = self._save.location
         with time_limit(Deadline.after(_READ_BACK_S)):
             sizes = await location.store.sizes(location.name)
         nbytes = sum(size for name, size in sizes.items() if name.startswith("__"))
-        return Committed(nbytes, self._order.lifecycle.seconds)
+        return Committed(nbytes, self._save.lifecycle.seconds)
 
 
 def _unpack(packed: Sequence[bytes], layout: SharedLayout) -> list[tuple[RankReceipt, Mapping[str, float]]]:

@@ -35,7 +35,8 @@ from .._runtime.torch_probes import TORCH_VERSION
 from .._staging import Captured, PlanCache
 from ..errors import InvalidOptionError, SidestreamError
 from ..options import SaveOptions
-from .operation import RankReceipt, SaveOrder, join_pieces, split_pieces
+from .operation import RankReceipt, join_pieces, split_pieces
+from .running import Save
 
 __all__ = [
     "AgreedLayout",
@@ -111,24 +112,24 @@ class AgreedLayout:
     _planned: Planned
     """Set by ``lay_out``."""
 
-    def __init__(self, order: SaveOrder, options: SaveOptions) -> None:
-        assert order.operation is not None
-        self._order = order
+    def __init__(self, save: Save, options: SaveOptions) -> None:
+        assert save.operation is not None
+        self._save = save
         self._options = options
-        self._operation = order.operation
+        self._operation = save.operation
 
     def lay_out(self, plans: PlanCache, budget_bytes: int, captured: Captured) -> RankPlan:
         """Return the plan of this rank. Called in the stager's thread. Raises ``Stopped`` if another rank has
         failed."""
         operation, options = self._operation, self._options
-        captured = renamed_state(captured, options.names, options.dtype, self._order.location.url, others=True)
+        captured = renamed_state(captured, options.names, options.dtype, self._save.location.url, others=True)
         table = local_table(plans, captured)
         values = table.encode_values()
         agreements = _agreements(operation)
         known = agreements.known  # what other saves drop while this one is planned stays usable
-        rank0 = _Rank0Planning(self._order, known)
+        rank0 = _Rank0Planning(self._save, known)
         part = {
-            "terms": _terms_of(self._order),
+            "terms": _terms_of(self._save),
             "held": table.held.digest,
             "table": table.held.table,
             "values": values.digest,
@@ -158,12 +159,12 @@ class AgreedLayout:
     def receipt(self, plan: RankPlan, written: Sequence[BlockSums]) -> RankReceipt:
         """Return the receipt of this rank, and write its part of the manifest to storage. So rank 0 need not receive
         the part."""
-        order, operation = self._order, self._operation
-        receipt, part = _make_part(self._planned, written, order)
+        save, operation = self._save, self._operation
+        receipt, part = _make_part(self._planned, written, save)
         if part:
-            name = part_name(order.save_id, operation.rank)
+            name = part_name(save.save_id, operation.rank)
             # Before the receipt is sent, so that rank 0 commits only what is there.
-            order.transaction.put(name, part)
+            save.transaction.put(name, part)
         return receipt
 
     def pack(self, receipt: RankReceipt) -> bytes:
@@ -194,13 +195,13 @@ class AgreedLayout:
         assert agreement.shared is not None
         contents: list[_Content] = [receipt.content for receipt in receipts]
         containers = {fqn: kind for content in contents for fqn, kind in content.containers.items()}
-        about = replace(about_save(self._order, receipts), containers=containers)
+        about = replace(about_save(self._save, receipts), containers=containers)
         root = Root(about, agreement.shared, tuple(content.part for content in contents))
         raw = b"".join(write_root(root, TORCH_VERSION, agreement.body))
         places = [content.chunks for content in contents] + [content.values for content in contents]
-        marker = marker_of(about, raw, self._order.saved_at)
+        marker = marker_of(about, raw, self._save.order.saved_at)
         return {
-            **self._order.sidecar_files(),
+            **self._save.sidecar_files(),
             about.name: [raw],
             METADATA_NAME: [agreement.head, *places, *metadata_end(marker)],
         }
@@ -209,8 +210,8 @@ class AgreedLayout:
 class _Rank0Planning:
     """The part of rank 0 in the two exchanges of the planning. Each rank has one; only that of rank 0 is called."""
 
-    def __init__(self, order: SaveOrder, agreements: Mapping[str, Agreement]) -> None:
-        self._order = order
+    def __init__(self, save: Save, agreements: Mapping[str, Agreement]) -> None:
+        self._save = save
         self.agreements = agreements
         self.name = ""
         self.tables: list[str] = []
@@ -224,7 +225,7 @@ class _Rank0Planning:
         _check_terms(sent)
         # Here, before any rank is asked to write, and under a name that no other save has: a rank that does not find it
         # later knows that its storage is not that of rank 0.
-        self._order.make_attempt()
+        self._save.make_attempt()
         self.name = hashlib.blake2b("".join(one["held"] for one in sent).encode(), digest_size=16).hexdigest()
         self.tables = [one["table"] for one in sent]
         self.known = all(self.name in one["knows"] for one in sent)
@@ -269,15 +270,15 @@ class _Rank0Planning:
     ) -> None:
         """Log a warning for small tensors of one name that differ between ranks, once for each set of names. The save
         continues: the buffers of a DDP model differ too, and it does not matter which of them is saved."""
-        assert self._order.operation is not None
+        assert self._save.operation is not None
         differ = _differing_replicas(table_of, tables, digests)
-        warned = _agreements(self._order.operation).warned
+        warned = _agreements(self._save.operation).warned
         if differ and differ.keys() not in warned:
             warned.append(differ.keys())
             more = f" and {len(differ) - _LISTED} more" if len(differ) > _LISTED else ""
             _log.warning(
                 "%s: tensors differ between ranks, and one of each is saved: %s%s; %s",
-                self._order.location.url, _listed(differ), more, _OWN_NAME,
+                self._save.location.url, _listed(differ), more, _OWN_NAME,
             )  # fmt: skip
 
 
@@ -288,13 +289,13 @@ def _agreements(operation: Operation) -> _Agreements:
     return found
 
 
-def _terms_of(order: SaveOrder) -> dict[str, Any]:
+def _terms_of(save: Save) -> dict[str, Any]:
     """Return the options of a save that have to be the same on all ranks, by their names in errors."""
-    exports = ", ".join(url.rpartition("/")[2] for url in order.exports)
+    exports = ", ".join(url.rpartition("/")[2] for url in save.order.exports)
     return {
-        "target": order.location.name,
-        "durability": order.durability,
-        "digest": order.digest,
+        "target": save.location.name,
+        "durability": save.order.durability,
+        "digest": save.order.digest,
         "exports": exports,
     }
 
@@ -371,18 +372,18 @@ class NativeLayout:
     """The layout of a save by one process. The content of its receipt is a function that returns the CRCs of the files,
     and describes the entries."""
 
-    def __init__(self, order: SaveOrder, options: SaveOptions) -> None:
-        self._order = order
+    def __init__(self, save: Save, options: SaveOptions) -> None:
+        self._save = save
         self._options = options
 
     def lay_out(self, plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePlan:
         """Return the plan of the save. Called in the stager's thread."""
         options = self._options
-        captured = renamed_state(captured, options.names, options.dtype, self._order.location.url, others=False)
+        captured = renamed_state(captured, options.names, options.dtype, self._save.location.url, others=False)
         return SavePlan.of(plans, budget_bytes, captured)
 
     def receipt(self, plan: SavePlan, written: Sequence[BlockSums]) -> RankReceipt:
-        names = {name: self._order.transaction.committed_name(name) for name in plan.files}
+        names = {name: self._save.transaction.committed_name(name) for name in plan.files}
         files = {names[name]: nbytes for name, nbytes in plan.files.items()}
 
         def content() -> tuple[dict[str, int], Described, Mapping[str, str]]:
@@ -394,9 +395,9 @@ class NativeLayout:
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
         crcs, described, containers = receipts[0].content()
-        about = replace(about_save(self._order, [replace(receipts[0], crcs=crcs)]), containers=containers)
-        files = commit_files(about, self._order.saved_at, described)
-        return {**self._order.sidecar_files(), **files}
+        about = replace(about_save(self._save, [replace(receipts[0], crcs=crcs)]), containers=containers)
+        files = commit_files(about, self._save.order.saved_at, described)
+        return {**self._save.sidecar_files(), **files}
 
 
 def _file_crcs(plan: SavePlan | RankPlan, sums: Sequence[BlockSums], names: Mapping[str, str]) -> dict[str, int]:
@@ -407,14 +408,21 @@ def _file_crcs(plan: SavePlan | RankPlan, sums: Sequence[BlockSums], names: Mapp
     return crcs
 
 
-def about_save(order: SaveOrder, receipts: Sequence[RankReceipt]) -> Manifest:
+def about_save(save: Save, receipts: Sequence[RankReceipt]) -> Manifest:
     """Return the manifest of a save without its entries."""
     files = {name: nbytes for receipt in receipts for name, nbytes in receipt.files.items()}
     crcs = {name: crc for receipt in receipts for name, crc in receipt.crcs.items()}
     about = Manifest(
-        order.save_id, {}, files, order.step, order.generation, order.digest, order.metadata, file_crcs=crcs
+        save.save_id,
+        {},
+        files,
+        save.order.step,
+        save.order.generation,
+        save.order.digest,
+        save.order.metadata,
+        file_crcs=crcs,
     )
-    return order.with_sidecars(about)
+    return save.with_sidecars(about)
 
 
 class _Content(NamedTuple):
@@ -427,13 +435,13 @@ class _Content(NamedTuple):
     containers: Mapping[str, str]
 
 
-def _make_part(planned: Planned, sums: Sequence[BlockSums], order: SaveOrder) -> tuple[RankReceipt, bytes]:
+def _make_part(planned: Planned, sums: Sequence[BlockSums], save: Save) -> tuple[RankReceipt, bytes]:
     """Return the receipt of this rank, and its part of the manifest. Called in a worker thread.
 
     The content of the receipt is what ``unpack`` reads. The places of tensors are only sent if they are ``new`` to rank
     0. ``layout`` is the digest of these places. ``stable`` says that they are valid for the next save too."""
     plan = planned.plan
-    names = {name: order.transaction.committed_name(name) for name in plan.files}
+    names = {name: save.transaction.committed_name(name) for name in plan.files}
     chunks = collected(plan.chunks(sums, names))
     values = [
         (row, fqn, names[plan.values_file], offset, nbytes, node)

@@ -19,29 +19,23 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from .._runtime.tasks import run_shielded
-from .._runtime.threads import Stop, io_threads, report, time_limit
-from ..errors import StorageNotSharedError
+from .._runtime.threads import Stop, report, time_limit
 from ..options import Outcome
-from .commit import clean_up, settled
-from .order import Lifecycle, SaveOrder
 from .pending import SaveInfo, SaveProgress
+from .running import Save
 from .sinks import PendingExport
 
 __all__ = [
     "Committed",
     "Coordinator",
     "Layout",
-    "Lifecycle",
     "RankReceipt",
     "SaveOperation",
-    "SaveOrder",
     "SharedLayout",
     "Solo",
     "Writer",
-    "check_shared",
     "join_pieces",
     "split_pieces",
-    "unchecked",
 ]
 
 
@@ -74,12 +68,11 @@ class Writer(Protocol):
     """The part of a save that writes the data to storage, in threads."""
 
     def pass_on(self, staged: Future[None]) -> None:
-        """Resolve ``staged`` when the sources may change, or with the error of the staging. Called when the sidecar
-        files have been read, which are sources too."""
+        """Resolve ``staged`` when the sources, and the sidecar files, may change, or with the error of the staging."""
 
     async def ended(self) -> Any:
-        """Wait until all data is on storage and ``Coordinator.finish`` has returned, in the thread that has written.
-        Return what that has returned."""
+        """Wait until the sidecar files are read, all data is on storage, and ``Coordinator.finish`` has returned, in
+        the thread that has written. Return what that has returned."""
 
     async def release(self) -> None:
         """Release all memory. No copy reads a source any more when this returns."""
@@ -146,41 +139,11 @@ def split_pieces(joined: bytes, count: int) -> list[bytes]:
     return [joined[start:end] for start, end in pairwise(accumulate(sizes, initial=8 * count))]
 
 
-async def check_shared(order: SaveOrder, receipts: Sequence[RankReceipt]) -> None:
-    """Check that this process, which commits, sees the files that the ranks have written. The commit checks them again.
-    Raises ``StorageNotSharedError`` if it does not, and ``CheckpointExistsError`` if another save has removed them,
-    because it has replaced the target."""
-    expected = {name: nbytes for receipt in receipts for name, nbytes in receipt.files.items()}
-    try:
-        found = await order.location.store.sizes(order.transaction.path_of())
-    except FileNotFoundError:
-        found = {}
-    lost = [name for name, nbytes in expected.items() if found.get(name) != nbytes]
-    # Two cases look the same here: rank 0 sees other storage than the ranks that wrote, or another save has replaced
-    # the target and deleted the files of this one. The marker tells them apart, so it is read first: the advice to
-    # share storage would be wrong in the second case.
-    if lost:
-        await io_threads().run(order.transaction.check_not_overtaken)
-        raise StorageNotSharedError(
-            2,
-            f"ranks wrote {len(expected)} files, and rank 0 does not see {len(lost)} of them "
-            f"({', '.join(lost[:4])}): save to storage that all ranks share",
-            order.location.url,
-        )
-    # The attempt of rank 0 has only its own files so far. From here on its commit checks those of all ranks once more,
-    # right before they become visible.
-    order.transaction.expect(expected)
-
-
-async def unchecked() -> None:
-    """Do nothing: nothing prevents the commit."""
-
-
 class Solo:
     """The coordinator of a save by one process."""
 
-    def __init__(self, order: SaveOrder, layout: Layout) -> None:
-        self._order = order
+    def __init__(self, save: Save, layout: Layout) -> None:
+        self._save = save
         self._layout = layout
 
     def attach(self, writer: Writer) -> None:
@@ -192,19 +155,18 @@ class Solo:
     def finish(self, plan: Any, written: Any, stop: Stop) -> Committed:
         # The thread that has written commits: between its last byte and the marker no other thread has to be woken up,
         # for which it would wait beside a busy loop or a thread that computes.
-        order, layout = self._order, self._layout
+        save, layout = self._save, self._layout
         receipt = layout.receipt(plan, written)
-        order.lifecycle.written(receipt.nbytes)
-        order.transaction.commit(partial(layout.files, [receipt]), stop)
+        save.lifecycle.written(receipt.nbytes)
+        save.transaction.commit(partial(layout.files, [receipt]), stop)
         return Committed(receipt.nbytes)
 
     async def commit(self, finished: Committed) -> Committed:
         return finished
 
     async def fail(self, error: BaseException) -> Committed:
-        transaction = self._order.transaction
-        failure = await settled(transaction, error)
-        await clean_up(transaction, failure)
+        failure = await self._save.settled(error)
+        await self._save.clean_up(failure)
         if failure is error:
             raise error
         raise failure from error
@@ -217,7 +179,7 @@ class Solo:
 class SaveOperation:
     """One save, or the part of this rank in a save of a group."""
 
-    order: SaveOrder
+    save: Save
     writer: Writer
     coordinator: Coordinator
     exports: Sequence[PendingExport] = ()
@@ -226,28 +188,28 @@ class SaveOperation:
 
     @property
     def url(self) -> str:
-        return self.order.location.url
+        return self.save.location.url
 
     @property
     def outcome(self) -> Outcome:
-        return self.order.outcome
+        return self.save.outcome
 
     @property
     def progress(self) -> SaveProgress:
         return self.writer.progress()
 
     async def run(self, staged: Future[None]) -> SaveInfo:
-        lifecycle = self.order.lifecycle
+        lifecycle = self.save.lifecycle
         try:
             # The exports take over their readers here: from then on each export closes its own.
             snapshots = self.snapshots or (None,) * len(self.exports)
             for number, (export, snapshot) in enumerate(zip(self.exports, snapshots, strict=True)):
-                export.begin(self.order, number, snapshot)
+                export.begin(self.save, number, snapshot)
             self.snapshots = ()
             # The deadline is set once, here. It holds for this task, for the tasks that it creates, and for threads
             # that work for them, so no function of a store takes a deadline. Work that cleans up sets a limit of its
             # own, because this one may have passed. The exports are outside: they may take longer than the save.
-            with time_limit(self.order.deadline):
+            with time_limit(self.save.deadline):
                 committed = await self._run(staged)
         except BaseException as error:
             with suppress(asyncio.CancelledError):
@@ -255,22 +217,24 @@ class SaveOperation:
             raise
         seconds = MappingProxyType(dict(lifecycle.seconds if committed.seconds is None else committed.seconds))
         await report(lifecycle.committed, committed.nbytes, seconds)
-        order = self.order
+        save = self.save
         return SaveInfo(
-            self.url, order.save_id, order.step, order.generation, committed.nbytes, order.durability, seconds
+            self.url,
+            save.save_id,
+            save.order.step,
+            save.order.generation,
+            committed.nbytes,
+            save.order.durability,
+            seconds,
         )
 
     async def _run(self, staged: Future[None]) -> Committed:
-        order, coordinator = self.order, self.coordinator
+        save, coordinator = self.save, self.coordinator
         try:
-            # In this order. First the failure of another rank has to reach the writer. The sidecar files are read
-            # before the caller is notified that its sources may change, because sidecar files are sources too.
-            coordinator.attach(self.writer)
-            if order.files:
-                await self._read_files()
+            coordinator.attach(self.writer)  # first: the failure of another rank has to reach the writer
             self.writer.pass_on(coordinator.relay(staged))
             committed = await coordinator.commit(await self.writer.ended())
-            order.lifecycle.mark("committed")
+            save.lifecycle.mark("committed")
         # ``fail`` has three ends. It raises the error of the save: the usual one. It raises the caller's cancel, after
         # the outcome was read back. Or it returns, because the checkpoint is there: rank 0 has died after its commit.
         except BaseException as error:
@@ -278,27 +242,10 @@ class SaveOperation:
         finally:
             try:
                 # Here, because a save that was cancelled after its commit removes what it has replaced, too.
-                await order.remove_replaced()
+                await save.remove_replaced()
             finally:
                 # Last, and before the caller has the result. A caller that saves again at once finds the memory free,
                 # and a failed save has left nothing behind when its error is raised.
                 await run_shielded(self.writer.release)
         coordinator.close()
         return committed
-
-    async def _read_files(self) -> None:
-        """Read the sidecar files. This is done before ``staged`` is resolved, because they may change afterwards. When
-        this raises, no thread of the writer runs any more."""
-        try:
-            await self.order.read_files()
-        except BaseException:
-            # The writer's thread may be inside of a write, and ``discard`` must not run beside it. So this waits for
-            # the thread before the error continues to ``fail``, which deletes the attempt.
-            self.writer.interrupt()
-
-            async def ended() -> None:
-                with suppress(Exception):
-                    await self.writer.ended()
-
-            await run_shielded(ended)
-            raise

@@ -19,7 +19,7 @@ from .._runtime.threads import Deadline, Stop, ThreadFuture, Threads, time_limit
 from .._staging import SnapshotReader, clean
 from ..errors import InvalidOptionError, SkippedError, SnapshotLostError, printable_lines
 from ..options import Durability, Outcome
-from .order import SaveOrder
+from .running import Save
 
 __all__ = ["Export", "PendingExport", "Sink", "all_ended", "exports_in", "sinks_of"]
 
@@ -34,23 +34,23 @@ class Sink(Protocol):
     def url(self) -> str:
         """The URL to which it writes."""
 
-    async def prepare(self, save: SaveOrder) -> None:
+    async def prepare(self, save: Save) -> None:
         """Read what the sink needs besides the state of ``save``. Called first, with the deadline of the save. Of ranks
         that save together only rank 0 calls it."""
 
-    def read(self, snapshot: SnapshotReader[Any], save: SaveOrder, stop: Stop) -> Any:
+    def read(self, snapshot: SnapshotReader[Any], save: Save, stop: Stop) -> Any:
         """Read the windows of the snapshot of ``save``, one after the other. Called in a thread. The memory of a window
         is kept as long as a view of it, or a tensor over it, exists."""
 
-    async def finish(self, read: Any) -> Any:
-        """Return the result of the sink. ``read`` is the result of the method ``read``. The snapshot has been
-        released."""
+    async def finish(self, read: Any, save: Save) -> Any:
+        """Return the result of the sink of ``save``. ``read`` is the result of the method ``read``. The snapshot has
+        been released."""
 
     async def undo(self, error: BaseException) -> None:
         """Remove what ``read`` and ``finish`` have written, after the ``error`` that ended them. A thread may still
         hang in ``read``. After ``SnapshotLostError``, ``read_checkpoint`` is called next."""
 
-    async def read_checkpoint(self, save: SaveOrder, ranks: Operation | None) -> Any:
+    async def read_checkpoint(self, save: Save, ranks: Operation | None) -> Any:
         """Read the checkpoint that ``save`` has committed, and no other one, and return the result of the sink. If
         ``ranks`` is given, all ranks do so together."""
 
@@ -69,11 +69,11 @@ class Export(Protocol):
         """Delete the exports of a run except those of the ``keep`` highest steps. Raises what the storage raises."""
 
 
-ExportContext: TypeAlias = Callable[[SaveOrder], AbstractAsyncContextManager[object]]
+ExportContext: TypeAlias = Callable[[Save], AbstractAsyncContextManager[object]]
 """A function that returns the context in which an export of a save works, from its beginning to its end."""
 
 
-def _no_context(save: SaveOrder) -> AbstractAsyncContextManager[object]:
+def _no_context(save: Save) -> AbstractAsyncContextManager[object]:
     return nullcontext()
 
 
@@ -120,16 +120,16 @@ class PendingExport(Pending[Any]):
 
     # --- called by the save, on the operation loop ---
 
-    def begin(self, order: SaveOrder, number: int, snapshot: SnapshotReader[Any] | None) -> None:
+    def begin(self, save: Save, number: int, snapshot: SnapshotReader[Any] | None) -> None:
         """Start to read ``snapshot`` in a thread. None: read the checkpoint when it is committed. ``number`` counts the
         exports of the save, which several ranks make together."""
         if self.done():  # cancelled before the save began
             if snapshot is not None:
                 snapshot.close()
-            self._report(order, number, asyncio.CancelledError())
+            self._report(save, number, asyncio.CancelledError())
             return
         self._begun = True
-        self._start(partial(self._export, order, number, snapshot))
+        self._start(partial(self._export, save, number, snapshot))
 
     def saved(self, outcome: Outcome, error: BaseException | None) -> None:
         """Note that the save has ended with ``outcome``, and with ``error`` if it did not succeed."""
@@ -152,18 +152,18 @@ class PendingExport(Pending[Any]):
         if not self._begun:
             self.fail(asyncio.CancelledError())
 
-    async def _export(self, order: SaveOrder, number: int, snapshot: SnapshotReader[Any] | None) -> Any:
+    async def _export(self, save: Save, number: int, snapshot: SnapshotReader[Any] | None) -> Any:
         try:
-            async with self._context(order):
-                if order.operation is None:
-                    return await self._made(order, snapshot)
-                return await self._made_together(order, number)
+            async with self._context(save):
+                if save.operation is None:
+                    return await self._made(save, snapshot)
+                return await self._made_together(save, number)
         except (Exception, asyncio.CancelledError) as error:
-            self._report(order, number, error)
+            self._report(save, number, error)
             # Otherwise the save itself tells what has failed.
             if not isinstance(error, (SkippedError, SnapshotLostError, asyncio.CancelledError)):
                 text = printable_lines(f"{type(error).__name__}: {error}")
-                _log.error("exporting %s to %s failed: %s", order.location.url, self.url, text)
+                _log.error("exporting %s to %s failed: %s", save.location.url, self.url, text)
             raise
         finally:
             if snapshot is not None:  # or its windows would stay leased
@@ -173,59 +173,61 @@ class PendingExport(Pending[Any]):
         super().fail(error)
         self.mark_retrieved()  # it was logged
 
-    def _report(self, order: SaveOrder, number: int, error: BaseException) -> None:
+    def _report(self, save: Save, number: int, error: BaseException) -> None:
         """Report to the other ranks that this one does not export. Does nothing if it has begun to export with them,
         because that work reports its own errors."""
-        if order.operation is not None and self._ranks is None:
-            self._ranks = _following(order, number)
+        if save.operation is not None and self._ranks is None:
+            self._ranks = _following(save, number)
             self._ranks.report(error)
 
-    async def _made(self, order: SaveOrder, snapshot: SnapshotReader[Any] | None) -> Any:
-        with time_limit(order.deadline):
-            await self._sink.prepare(order)
+    async def _made(self, save: Save, snapshot: SnapshotReader[Any] | None) -> Any:
+        with time_limit(save.deadline):
+            await self._sink.prepare(save)
         if snapshot is not None:
             try:
-                with time_limit(order.deadline):
-                    read = await _read_in_thread(self._sink, snapshot, order)
-                    if order.generation > 1:  # the export of the generation before stays, unless this one is committed
-                        await self._committed(order)
-                    return await self._sink.finish(read)
+                with time_limit(save.deadline):
+                    read = await _read_in_thread(self._sink, snapshot, save)
+                    if (
+                        save.order.generation > 1
+                    ):  # the export of the generation before stays, unless this one is committed
+                        await self._committed(save)
+                    return await self._sink.finish(read, save)
             except (Exception, asyncio.CancelledError) as error:
                 # What was written is removed before the cause is looked at. If the snapshot was taken back, for memory
                 # that another stage needs, the sink begins anew from the checkpoint, below. Every other error ends it.
                 await run_shielded(self._sink.undo, error)
                 if not isinstance(error, SnapshotLostError):
                     raise
-        await self._committed(order)
+        await self._committed(save)
         # A time limit of its own. The first one began with the save, and the wait for the commit may have used it up.
         # That wait has none: the save ends by its own deadline.
-        with time_limit(Deadline.after(order.deadline.timeout_s)):
-            return await self._sink.read_checkpoint(order, None)
+        with time_limit(Deadline.after(save.deadline.timeout_s)):
+            return await self._sink.read_checkpoint(save, None)
 
-    async def _made_together(self, order: SaveOrder, number: int) -> Any:
+    async def _made_together(self, save: Save, number: int) -> Any:
         """Export a part of the checkpoint, as each rank of the group does, and return the result."""
-        await self._committed(order)
+        await self._committed(save)
         # The ranks begin this operation after the save, and other operations of the group may come in between, on each
         # rank in another order. So its number follows from that of the save, and not from a count of calls.
-        ranks = self._ranks = _following(order, number)
+        ranks = self._ranks = _following(save, number)
         with time_limit(ranks.deadline):
             if ranks.rank == 0:
-                await prepare_together(ranks, self._sink.prepare, order)
-            return await self._sink.read_checkpoint(order, ranks)
+                await prepare_together(ranks, self._sink.prepare, save)
+            return await self._sink.read_checkpoint(save, ranks)
 
-    async def _committed(self, order: SaveOrder) -> None:
+    async def _committed(self, save: Save) -> None:
         """Wait until the save is committed. Raises ``SnapshotLostError`` if it is not."""
         if await wrap_thread_future(self._saved) != "committed":
-            raise SnapshotLostError(f"nothing was exported to {self.url}, because {order.location.url} was not saved")
+            raise SnapshotLostError(f"nothing was exported to {self.url}, because {save.location.url} was not saved")
 
 
-def _following(order: SaveOrder, number: int) -> Operation:
+def _following(save: Save, number: int) -> Operation:
     """Begin the operation in which the ranks export together after the save."""
-    assert order.operation is not None
-    return order.operation.follow(number, "export", Deadline.after(order.deadline.timeout_s))
+    assert save.operation is not None
+    return save.operation.follow(number, "export", Deadline.after(save.deadline.timeout_s))
 
 
-async def _read_in_thread(sink: Sink, snapshot: SnapshotReader[Any], save: SaveOrder) -> Any:
+async def _read_in_thread(sink: Sink, snapshot: SnapshotReader[Any], save: Save) -> Any:
     """Read the snapshot in a thread that no other work uses, because an export may hang for ever."""
     # Not one of the shared threads. An export that hangs would keep one of those for ever, and enough of them would
     # stop all saves.
@@ -264,7 +266,7 @@ async def all_ended(exports: Sequence[PendingExport]) -> None:
         await export.ended()
 
 
-def _read(sink: Sink, snapshot: SnapshotReader[Any], save: SaveOrder, stop: Stop) -> Any:
+def _read(sink: Sink, snapshot: SnapshotReader[Any], save: Save, stop: Stop) -> Any:
     try:
         return sink.read(snapshot, save, stop)
     except Exception as error:

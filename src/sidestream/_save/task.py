@@ -6,20 +6,22 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
 
-from .._runtime.threads import Stop, ThreadFuture, io_threads, report
-from .._storage import Transaction
-from .operation import Coordinator, SaveOperation, unchecked
-from .order import SaveOrder
+from .._runtime.threads import Stop, ThreadFuture, io_threads
+from .operation import Coordinator, Layout, SaveOperation, Solo
 from .pending import SaveInfo, SaveProgress
+from .running import Save
 
-__all__ = ["run_here", "write_here"]
+__all__ = ["run_here"]
 
 
 class _TaskWriter:
     """A writer without a live state. ``write`` returns when all data is on storage, with what the layout needs to know
     of it."""
 
-    def __init__(self, write: Callable[[], Awaitable[Any]], finish: Callable[[Any, Any, Stop], Any]) -> None:
+    def __init__(
+        self, save: Save, write: Callable[[], Awaitable[Any]], finish: Callable[[Any, Any, Stop], Any]
+    ) -> None:
+        self._save = save
         self._write = write
         self._finish = finish
 
@@ -28,6 +30,7 @@ class _TaskWriter:
         staged.set_result(None)
 
     async def ended(self) -> Any:
+        await self._save.read_files()
         written, stop = await self._write(), Stop()
         return await io_threads().run(self._finish, None, written, stop, stop=stop)
 
@@ -42,27 +45,10 @@ class _TaskWriter:
         return SaveProgress()
 
 
-async def run_here(order: SaveOrder, write: Callable[[], Awaitable[Any]], coordinator: Coordinator) -> SaveInfo:
-    """Run a save in this task. ``write`` writes all data files, and returns what the layout needs to know of them."""
-    writer = _TaskWriter(write, coordinator.finish)
-    return await SaveOperation(order=order, writer=writer, coordinator=coordinator).run(ThreadFuture())
-
-
-async def write_here(
-    order: SaveOrder,
-    write: Callable[[Transaction], Awaitable[Any]],
-    nbytes: int,
-    coordinator: Coordinator,
-    before_commit: Callable[[], Awaitable[None]] = unchecked,
-) -> None:
-    """Run a save of ``nbytes`` in this task, from its start on. If ``before_commit`` raises, nothing is committed."""
-
-    async def work() -> Any:
-        await io_threads().run(order.space.take, order.transaction, nbytes)
-        await report(order.lifecycle.planned, order.save_id)
-        written = await write(order.transaction)
-        await before_commit()
-        return written
-
-    await report(order.lifecycle.started)
-    await run_here(order, work, coordinator)
+async def run_here(
+    save: Save, write: Callable[[], Awaitable[Any]], layout: Layout, coordinator: Coordinator | None = None
+) -> SaveInfo:
+    """Run a save in this task. ``write`` writes all data files, and returns what ``layout`` needs to know of them."""
+    coordinator = coordinator or Solo(save, layout)
+    writer = _TaskWriter(save, write, coordinator.finish)
+    return await SaveOperation(save=save, writer=writer, coordinator=coordinator).run(ThreadFuture())

@@ -16,6 +16,7 @@ from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from .._engine.calls import call_from_thread
 from .._format.shard import BlockSums, ShardLayout
 from .._layout.save_layout import PlannedFiles
 from .._runtime.caller import cancel_if_interrupted
@@ -38,8 +39,8 @@ from ..errors import (
     SkippedError,
 )
 from .layouts import AgreedLayout, NativeLayout
-from .order import Lifecycle, SaveOrder
 from .pending import SaveProgress
+from .running import Save
 
 __all__ = ["LiveWriter", "Stage", "write_files"]
 
@@ -66,15 +67,17 @@ class LiveWriter:
 
     def __init__(
         self,
-        order: SaveOrder,
+        save: Save,
         stage: Stage,
         layout: NativeLayout | AgreedLayout,
         finish: Callable[[PlannedFiles, list[BlockSums], Stop], Any],
     ) -> None:
-        self._order = order
+        self._save = save
         self._finish = finish
-        self._files_read: ThreadFuture[None] = ThreadFuture()
         self._stage = stage
+        self._files_read: ThreadFuture[None] = ThreadFuture()
+        if not save.order.files:
+            self._files_read.set_result(None)
         self._stop = Stop()
         self._launched = self._withdrawn = False  # withdrawn: the caller was interrupted and will not await this save
         self._done: Future[Any] | None = None
@@ -83,9 +86,9 @@ class LiveWriter:
         self._threads = write_threads()
         try:
             self._done = self._threads.submit(self._work, launch.succeeded)
-            stage.launch(order, layout)
+            stage.launch(save, layout)
             self._launched = True
-            order.lifecycle.will_start()  # the writing thread calls the observers
+            save.lifecycle.will_start()  # the writing thread calls the observers
             # The hand-over to the caller. In a blocking call this code runs in the calling thread, where
             # ``KeyboardInterrupt`` may come between any two instructions. Before this line the ``except`` clause below
             # ends the save. After it the object is on the list of the call, which cancels it if the call never
@@ -100,9 +103,23 @@ class LiveWriter:
             raise
 
     def pass_on(self, staged: Future[None]) -> None:
-        self._files_read.set_result(None)
-        # In the thread that resolves it: observers are code of the user, which must not run on the loop of operations.
-        self._stage.free.add_done_callback(partial(_resolve, staged, self._order.lifecycle))
+        # The sidecar files are sources too. If they cannot be read, the save resolves ``staged`` when it fails.
+        free = self._stage.free
+        self._files_read.add_done_callback(lambda _: free.add_done_callback(partial(self._on_free, staged)))
+
+    def _on_free(self, staged: Future[None], free: Future[None]) -> None:
+        """Resolve ``staged`` like ``free``, which has ended. A stage that gave way counts as success, because no copy
+        reads its sources."""
+        error, lifecycle = Future.exception(free), self._save.lifecycle  # it is not retrieved by that
+        if error is None:
+            lifecycle.staged()
+        with suppress(InvalidStateError):  # it is resolved already if the save has ended before its copies
+            if error is None or isinstance(error, (SkippedError, ClosedError)):
+                staged.set_result(None)
+            else:
+                staged.set_exception(error)
+        if asyncio._get_running_loop() is None:  # not on the loop of operations, because observers are code of the user
+            lifecycle.emit_queued()
 
     async def ended(self) -> Any:
         assert self._done is not None
@@ -126,7 +143,7 @@ class LiveWriter:
         self._stage.cancel()
         copied = self._stage.copied
         stopped = self._stop.is_set()
-        await _ended(copied, _GRACE_S if stopped else max(self._order.deadline.remaining_s(), _GRACE_S))
+        await _ended(copied, _GRACE_S if stopped else max(self._save.deadline.remaining_s(), _GRACE_S))
         if self._stage.own is not None and not (self._ended_well() and self._stage.give_back()):
             # There are three cases for a stager that was borrowed. Everything has ended well: it is kept for the next
             # save, if there is room. Something failed, and the copies have ended: it is closed. A device hangs: it is
@@ -153,7 +170,7 @@ class LiveWriter:
         launching thread; does not wait."""
         self._withdrawn = True
         self.interrupt()
-        self._order.lifecycle.failed(SaveAbortedError("the caller was interrupted"), "absent")
+        self._save.lifecycle.failed(SaveAbortedError("the caller was interrupted"), "absent")
         # Two threads may find that they have to discard. The writing thread looks at ``_withdrawn`` when it ends, and
         # this callback runs when it has ended. If the flag was set after that look, only the callback discards.
         # ``discard`` may run twice.
@@ -168,28 +185,30 @@ class LiveWriter:
     # --- the thread ---
 
     def _work(self, launched: SimpleQueue[bool]) -> Any:
-        order, stage, stop = self._order, self._stage, self._stop
+        save, stage, stop = self._save, self._stage, self._stop
         began = False
         try:
-            began = launched.get(timeout=order.deadline.remaining_s())
+            began = launched.get(timeout=save.deadline.remaining_s())
             if not began:
                 return None
-            order.lifecycle.emit_queued()
-            with time_limit(order.deadline):
-                if order.worker is not None:
-                    order.worker.start()  # while the plan is made
+            save.lifecycle.emit_queued()
+            with time_limit(save.deadline):
+                if save.worker is not None:
+                    save.worker.start()  # while the plan is made
+                if save.order.files:
+                    call_from_thread(save.read_files, save.deadline)
+                    self._files_read.set_result(None)
                 # The order is a promise. A state that cannot be saved fails in ``plan``, and one that does not fit on
                 # the disk in ``take``, before the attempt is made: nothing has to be removed after them. In a group
                 # the transaction is not touched before the plan, because the ranks get the id of the save with it.
                 plan = stage.plan(stop)
-                order.lifecycle.planned(order.save_id)
-                order.space.take(order.transaction, plan.nbytes, alone=True)
-                write_files(order, stage.files(plan), stop)  # after planning: it needs the id of the save
-                if order.files:  # the commit adds them
-                    result_of(self._files_read, stop, "reading files=")
+                save.lifecycle.planned(save.save_id)
+                save.space.take(save.transaction, plan.nbytes, alone=True)
+                write_files(save, stage.files(plan), stop)  # after planning: it needs the id of the save
+                save.lifecycle.staged()  # if ``pass_on`` was not called yet
                 return self._finish(plan, stage.written(), stop)
         except Empty:
-            raise order.deadline.exceeded("launching the copies") from None
+            raise save.deadline.exceeded("launching the copies") from None
         finally:
             if began and self._withdrawn:
                 self._discard()
@@ -197,38 +216,25 @@ class LiveWriter:
     def _discard(self) -> None:
         """Remove what was written, unless it was committed, and free the memory of a save whose caller was interrupted.
         Called in a thread."""
-        if self._order.outcome == "absent":
-            self._order.transaction.discard()
+        if self._save.outcome == "absent":
+            self._save.transaction.discard()
         self._close_own()
 
 
-def write_files(order: SaveOrder, files: Iterable[tuple[str, Body]], stop: Stop) -> None:
+def write_files(save: Save, files: Iterable[tuple[str, Body]], stop: Stop) -> None:
     """Write ``files`` into the attempt, in threads or in the writer process. Blocks. Raises what
     ``Transaction.write`` raises, and ``WriterProcessError``."""
-    transaction, worker = order.transaction, order.worker
+    transaction, worker = save.transaction, save.worker
     if worker is None:
         transaction.write(files, stop=stop)
     else:
-        worker.write(transaction, files, stop=stop, fall_back=order.fall_back, url=order.location.url)
+        worker.write(transaction, files, stop=stop, fall_back=save.fall_back, url=save.location.url)
 
 
 async def _ended(copied: Future[Any], patience_s: float) -> None:
     ended = asyncio.wrap_future(copied)
     ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # the save itself raises it
     await asyncio.wait([ended], timeout=patience_s)
-
-
-def _resolve(staged: Future[None], lifecycle: Lifecycle, free: Future[None]) -> None:
-    """Resolve ``staged`` like ``free``, which has ended. A stage that gave way counts as success, because no copy reads
-    its sources."""
-    error = Future.exception(free)  # it is not retrieved by that
-    if error is None:
-        lifecycle.staged()
-    with suppress(InvalidStateError):  # it is resolved already if the save has ended before its copies
-        if error is None or isinstance(error, (SkippedError, ClosedError)):
-            staged.set_result(None)
-        else:
-            staged.set_exception(error)
 
 
 _PATIENCE_S = 20.0
@@ -269,7 +275,7 @@ class Stage:
         self.snapshots = tuple(SnapshotReader(self._staging, number) for number in range(readers))
         """The reader of the snapshot for each sink."""
         self._bodies: list[ShardBody] = []
-        self._order: SaveOrder | None = None
+        self._save: Save | None = None
 
     @property
     def free(self) -> Future[None]:
@@ -281,15 +287,15 @@ class Stage:
         """A future that is resolved when no copy reads a source or writes into memory any more."""
         return self._staging.copied
 
-    def launch(self, order: SaveOrder, layout: NativeLayout | AgreedLayout) -> None:
+    def launch(self, save: Save, layout: NativeLayout | AgreedLayout) -> None:
         """Start the copies."""
-        self._order = order
+        self._save = save
         stager = self._stager
         if self._shared:
             # Before the launch: memory that is allocated from here on is a memfd, whose descriptor can be sent to the
             # process.
             stager.share()
-        self._staging.deadline = order.deadline
+        self._staging.deadline = save.deadline
         stager.enqueue(self._staging, partial(layout.lay_out, stager.plans, stager.budget_bytes))
 
     def wait_if_eager(self) -> None:
@@ -299,19 +305,19 @@ class Stage:
 
     def plan(self, stop: Stop) -> PlannedFiles:
         """Wait for the plan of what has to be written, and return it. Called in the writing thread; blocks."""
-        staging, order = self._staging, self._order
-        assert order is not None
+        staging, save = self._staging, self._save
+        assert save is not None
         plan: PlannedFiles
-        if order.operation is None:
+        if save.operation is None:
             plan = result_of(staging.planned, stop, "waiting for earlier stages")
         else:  # rank 0 raises at the deadline, and its error names the ranks that have not made the call
             # Not ``result_of``: in a group a stop is the failure of a rank, and ``cancel`` ends this wait with it.
-            plan = order.deadline.result(staging.planned, "waiting for earlier stages", _PATIENCE_S)
+            plan = save.deadline.result(staging.planned, "waiting for earlier stages", _PATIENCE_S)
         return plan
 
     def files(self, plan: PlannedFiles) -> list[tuple[str, Body]]:
         """Return the file of plain values, and then the shards in the order in which they are staged."""
-        assert self._order is not None
+        assert self._save is not None
         found: list[tuple[str, Body]] = []
         if plan.values:
             found.append((plan.values_file, BytesBody(plan.values)))
@@ -319,7 +325,7 @@ class Stage:
         # window that the writer waits for is always the next one that is filled.
         images = iter(self._staging.images)
         for index, layout in enumerate(plan.shards):
-            body = ShardBody(layout, tuple(islice(images, len(layout.windows))), self._order.digest)
+            body = ShardBody(layout, tuple(islice(images, len(layout.windows))), self._save.order.digest)
             self._bodies.append(body)
             found.append((plan.shard_file(index), body))
         return found

@@ -214,23 +214,23 @@ class Transaction(ABC):
         return sidecar_with_id(name, self.attempt.save_id) if self._carries_id else name
 
     @contextmanager
-    def _make_once(self) -> Iterator[None]:
-        """Make the attempt in this context, which excludes ``discard``. Raises ``ClosedError`` if the attempt was
-        discarded: another thread may have ended the save before this thread reaches its first write. If the file
-        system hangs here, ``discard`` waits until its own deadline."""
+    def _unless_discarded(self) -> Iterator[None]:
+        """Exclude ``discard`` in this context, which makes the attempt or sends the commit. Raises ``ClosedError`` if
+        the attempt was discarded: another thread may have ended the save before this one comes here. If the file system
+        hangs here, ``discard`` waits until its own deadline."""
         with self._making:
             if self._discarded:
                 raise ClosedError(f"{self.attempt.name} was discarded")
             yield
 
-    def _end_making(self) -> bool:
-        """Prevent the attempt from being made from now on, and return True. In a forked child, do nothing and return
-        False: the parent owns the attempt."""
+    def _may_discard(self) -> bool:
+        """Return whether the attempt may be deleted, and prevent it from being made or committed from now on. Not in a
+        forked child, whose parent owns the attempt, and not while the outcome of the commit is unknown."""
         if os.getpid() != self._pid:
             return False
         with self._making:
-            self._discarded = True
-        return True
+            self._discarded = self.outcome != "unknown"
+            return self._discarded
 
     def commit(self, files: CommitFiles | MakeFiles, stop: Stop | None = None) -> None:
         """Write ``files``, each given as a sequence of pieces, and make the attempt visible. When this returns, the
@@ -253,10 +253,11 @@ class Transaction(ABC):
         if files:
             *_, (name, last) = files.items()
             self._mark = f"{self.attempt.target}/{name}", _tail_of(last)
-        stop.check()
-        # Before the call: once the rename or the put is sent, it may take effect whatever is raised here. From
-        # ``"unknown"`` on nothing is deleted that has not been looked at.
-        self.outcome = "unknown"
+        with self._unless_discarded():
+            stop.check()
+            # Before the call: once the rename or the put is sent, it may take effect whatever is raised here. From
+            # ``"unknown"`` on nothing is deleted that has not been looked at.
+            self.outcome = "unknown"
         try:
             self._make_visible()
         except CheckpointExistsError:

@@ -22,7 +22,7 @@ from .._format.shard import BlockSums, ShardLayout
 from .._layout.save_layout import PlannedFiles, window_bytes_for, window_copies
 from .._runtime.threads import by_size, collected, pause_point
 from .._runtime.torch_probes import check_tensor, dtype_name, storage_key, transformed_stream
-from .._save.order import SaveOrder
+from .._save.running import Save
 from .._staging import AsyncStager, Captured, ImageLayout, Staging, capture
 from .._storage import Body, BytesBody, ShardBody
 from ..errors import (
@@ -69,7 +69,7 @@ class Outgoing:
         planner: SavePlanner,
         rank: int,
         extensions: Sequence[object],
-        order: SaveOrder,
+        save: Save,
         *,
         allow: Set[str] = frozenset(),
     ) -> None:
@@ -83,12 +83,12 @@ class Outgoing:
         """The end of the names of the files. It is different for each attempt to write a part."""
         self._planner = planner
         self._rank = rank
-        self._deadline = order.deadline
+        self._deadline = save.deadline
         self._extensions = extensions
         self._in_order = [item for item in plan.items if extensions or item.type == WriteItemType.BYTE_IO]
         self._tensors = [] if extensions else [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        stager = partial(AsyncStager, budget_bytes=_BUDGET_BYTES, timeout_s=order.deadline.timeout_s)
-        self._stager = stager(backing="private" if order.worker is None else "shared") if self._tensors else None
+        stager = partial(AsyncStager, budget_bytes=_BUDGET_BYTES, timeout_s=save.deadline.timeout_s)
+        self._stager = stager(backing="private" if save.worker is None else "shared") if self._tensors else None
         self._stagings: list[Staging[PlannedFiles]] = []
         self._receipts: list[Callable[[], Iterable[tuple[WriteItem, Receipt]]]] = []
         self._files = 0

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._save.layouts import about_save
 from .._save.operation import RankReceipt
-from .._save.order import SaveOrder
+from .._save.running import Save
 from .metadata import as_stock, complete, files_of_commit
 
 __all__ = ["PlannerLayout"]
@@ -19,8 +19,8 @@ class PlannerLayout:
     """The layout of a save that a planner plans. The content of a receipt is its list of ``WriteResult``. ``metadata``
     is that of the planner; ``files`` adds the places of all items."""
 
-    def __init__(self, order: SaveOrder, metadata: Metadata) -> None:
-        self._order = order
+    def __init__(self, save: Save, metadata: Metadata) -> None:
+        self._save = save
         self.metadata = metadata
 
     def receipt(self, plan: None, written: Sequence[WriteResult]) -> RankReceipt:
@@ -30,12 +30,12 @@ class PlannerLayout:
         return RankReceipt(sizes, written, {one.file: one.file_crc for one in places})
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
-        order = self._order
+        save = self._save
         results = [receipt.content for receipt in receipts]
-        self.metadata = complete(self.metadata, results, order.location.url, order.save_id)
-        about = about_save(order, receipts)
-        files = files_of_commit(self.metadata, about, order.saved_at)
-        return {**order.sidecar_files(), **{name: [content] for name, content in files.items()}}
+        self.metadata = complete(self.metadata, results, save.location.url, save.save_id)
+        about = about_save(save, receipts)
+        files = files_of_commit(self.metadata, about, save.order.saved_at)
+        return {**save.sidecar_files(), **{name: [content] for name, content in files.items()}}
 
     def stock_metadata(self) -> Metadata:
         """Return what was written to ``.metadata``, as stock DCP reads it. Called after the commit."""

@@ -21,8 +21,7 @@ from torch.futures import Future
 from .._engine.calls import call_from_thread
 from .._layout.values import allowed_types
 from .._runtime.threads import Deadline, Stop, io_threads, time_limit
-from .._save.operation import Solo, check_shared
-from .._save.order import SaveOrder
+from .._save.running import Save, SaveOrder
 from .._save.task import run_here
 from .._save.writer import write_files
 from .._storage import Kind, Location
@@ -54,13 +53,13 @@ _REMEDY = (
 
 
 @dataclass(slots=True)
-class _Save:
-    """One save on one rank. ``sent``: the order that rank 0 has sent to this rank."""
+class _Call:
+    """The state of one call of ``dcp.save`` on one rank. ``sent``: the order that rank 0 has sent to this rank."""
 
     location: Location
     deadline: Deadline
     sent: SentOrder | None = None
-    order: SaveOrder | None = None
+    save: Save | None = None
     alone: bool = True
     cleanup: Any = None
     """A finalizer that removes what is left of the attempt, on the rank that commits."""
@@ -165,7 +164,7 @@ class StorageWriter(DcpStorageWriter):
         if self._kind == "replacement":
             location.store.check_replaces()
         session.drop()
-        session.save, session.wanted = _Save(location, Deadline.after(self._timeout_s)), None
+        session.call, session.wanted = _Call(location, Deadline.after(self._timeout_s)), None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return ``plan`` unchanged."""
@@ -173,8 +172,8 @@ class StorageWriter(DcpStorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the attempt, and send it to every rank in its plan."""
-        save = self._save()
-        session, target = self._sessions.current(), save.location.name
+        call = self._call()
+        session, target = self._sessions.current(), call.location.name
         # The id names the attempt, so it must be new in each save. ``reset`` makes it, and DCP does not call that in
         # every case.
         if session.used == self.save_id:  # the id of an earlier save, if reset() was not called
@@ -183,43 +182,43 @@ class StorageWriter(DcpStorageWriter):
         # The id of the save reaches the ranks in the plans that DCP scatters: DCP gives a storage no other way to talk
         # to its ranks.
         sent = [SentOrder(save_id, target, rank) for rank in range(len(plans))]
-        save.sent, save.alone = sent[0], len(plans) == 1
-        order = save.order = self._order(save, sent[0], self._kind)
-        order.lifecycle.started(len(plans))
-        order.lifecycle.planned(order.save_id)
+        call.sent, call.alone = sent[0], len(plans) == 1
+        save = call.save = self._begin(call, sent[0], self._kind)
+        save.lifecycle.started(len(plans))
+        save.lifecycle.planned(save.save_id)
         try:
-            with time_limit(save.deadline):
+            with time_limit(call.deadline):
                 # Before any rank writes, so that a rank that does not find the attempt knows that its storage is
                 # another one.
-                order.make_attempt()
+                save.make_attempt()
         except BaseException as error:
-            order.lifecycle.failed(error, order.outcome)
+            save.lifecycle.failed(error, save.outcome)
             raise
         # DCP notifies the writer of success only. A failure on another rank ends the call without a call of the writer,
         # so the attempt is removed when the writer is used again, closed or collected.
-        save.cleanup = weakref.finalize(self, _discard, order)
+        call.cleanup = weakref.finalize(self, _discard, save)
         return [replace(plan, storage_data=one) for plan, one in zip(plans, sent, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write everything in ``plan`` into the attempt. The future that is returned is done."""
-        save = self._save()
+        call = self._call()
         # Rank 0 knows what it has sent. The other ranks have it from the plan, and note it when the plan is unpickled:
         # a planner that caches plans may throw this one away and continue with an earlier one.
-        sent = save.sent or order_received()
-        if sent is None or sent.target != save.location.name:
+        sent = call.sent or order_received()
+        if sent is None or sent.target != call.location.name:
             meant = "nothing" if sent is None else repr(sent.target)
-            raise InvalidOptionError(f"this rank saves to {save.location.name!r}, rank 0 to {meant}: pass the same URL")
-        if save.order is None:
-            save.order = self._order(save, sent, "joined")
+            raise InvalidOptionError(f"this rank saves to {call.location.name!r}, rank 0 to {meant}: pass the same URL")
+        if call.save is None:
+            call.save = self._begin(call, sent, "joined")
         self._sessions.current().save_id = sent.save_id
         try:
-            with time_limit(save.deadline):
-                results = self._write_items(save.order, sent.rank, plan, planner)
+            with time_limit(call.deadline):
+                results = self._write_items(call.save, sent.rank, plan, planner)
         except BaseException as error:
-            save.order.lifecycle.failed(error, save.order.outcome)
+            call.save.lifecycle.failed(error, call.save.outcome)
             # With several ranks the attempt stays until DCP has ended the call on all of them. Until then they may be
             # writing into it.
-            if save.alone:
+            if call.alone:
                 self._sessions.current().drop()
             raise
         done: Future[list[WriteResult]] = Future()
@@ -228,13 +227,13 @@ class StorageWriter(DcpStorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit what all ranks have written."""
-        save = self._save()
-        order = save.order
-        assert order is not None
-        layout = PlannerLayout(order, metadata)
+        call = self._call()
+        save = call.save
+        assert save is not None
+        layout = PlannerLayout(save, metadata)
         written = [result for each in results for result in each]
         # DCP calls this on any thread, also on that of a running loop, which its own storage blocks as well.
-        call_from_thread(lambda: _commit(order, written, layout), save.deadline)
+        call_from_thread(lambda: _commit(save, written, layout), call.deadline)
         # DCP returns this object, as it was written.
         vars(metadata).update(vars(layout.stock_metadata()))
         self._sessions.current().drop()
@@ -248,8 +247,8 @@ class StorageWriter(DcpStorageWriter):
     def checkpoint_id(self) -> str:
         """The URL that a DCP call in this thread writes to."""
         session = self._sessions.current()
-        if session.save is not None and session.wanted is None:
-            return session.save.location.url
+        if session.call is not None and session.wanted is None:
+            return session.call.location.url
         return self._wanted().url
 
     @property
@@ -263,31 +262,31 @@ class StorageWriter(DcpStorageWriter):
     def _wanted(self) -> Location:
         return self._address.located(self._sessions.current().wanted)
 
-    def _save(self) -> _Save:
-        save = self._sessions.current().save
-        if save is None:
+    def _call(self) -> _Call:
+        call = self._sessions.current().call
+        if call is None:
             raise InvalidOptionError("set_up_storage_writer() comes first; DCP's save() calls everything in its order")
-        return save
+        return call
 
-    def _order(self, save: _Save, sent: SentOrder, kind: Kind) -> SaveOrder:
-        worker, fall_back = choose_worker(self._writer, save.location.store)
-        return SaveOrder(
-            save.location,
-            self._durability,
-            save.deadline,
+    def _begin(self, call: _Call, sent: SentOrder, kind: Kind) -> Save:
+        worker, fall_back = choose_worker(self._writer, call.location.store)
+        return Save(
+            call.location,
+            call.deadline,
+            SaveOrder(durability=self._durability),
             worker=worker,
             fall_back=fall_back,
             kind=kind,
             own_id=sent.save_id,
         )
 
-    def _write_items(self, order: SaveOrder, rank: int, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        outgoing = Outgoing(plan, planner, rank, self._extensions, order, allow=self._allow)
+    def _write_items(self, save: Save, rank: int, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        outgoing = Outgoing(plan, planner, rank, self._extensions, save, allow=self._allow)
         stop = Stop()
         try:
-            write_files(order, outgoing.files(), stop)
-            self._warn(outgoing, order.location.url)
-            return outgoing.results(order.transaction.committed_name)
+            write_files(save, outgoing.files(), stop)
+            self._warn(outgoing, save.location.url)
+            return outgoing.results(save.transaction.committed_name)
         finally:
             stop.set()
             outgoing.close()
@@ -323,37 +322,37 @@ class _Session:
     wanted: str | os.PathLike[str] | None = None
     save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     used: str | None = None
-    save: _Save | None = None
+    call: _Call | None = None
 
     def drop(self) -> None:
         """Forget the save, and remove the leftovers of its attempt."""
-        save, self.save = self.save, None
-        if save is not None and save.cleanup is not None:
-            save.cleanup()
+        call, self.call = self.call, None
+        if call is not None and call.cleanup is not None:
+            call.cleanup()
 
 
-async def _commit(order: SaveOrder, written: Sequence[WriteResult], layout: PlannerLayout) -> None:
+async def _commit(save: Save, written: Sequence[WriteResult], layout: PlannerLayout) -> None:
     """Commit what all ranks have written."""
 
     async def checked() -> Sequence[WriteResult]:
-        await check_shared(order, [layout.receipt(None, written)])
+        await save.check_shared(layout.receipt(None, written).files)
         return written
 
-    await run_here(order, checked, Solo(order, layout))
+    await run_here(save, checked, layout)
 
 
-def _discard(order: SaveOrder) -> None:
+def _discard(save: Save) -> None:
     """Remove the leftovers of an attempt. Called once, after DCP has sent the outcome to every rank, so that no rank
     writes there any more.
 
     The garbage collector may call it in any thread. In the thread of the storage clients' loop, it must not wait for
     that loop.
     """
-    order.lifecycle.failed(SaveAbortedError("DCP has not finished this save"), order.outcome)
-    if order.outcome != "absent":
+    save.lifecycle.failed(SaveAbortedError("DCP has not finished this save"), save.outcome)
+    if save.outcome != "absent":
         return
     if in_io_thread():
-        io_threads().submit(order.transaction.discard)
+        io_threads().submit(save.transaction.discard)
         return
     with suppress(SidestreamError):
-        order.transaction.discard()
+        save.transaction.discard()

@@ -257,7 +257,7 @@ class MarkedTransaction(LocalTransaction):
             super()._make()
             return
         make_vacant(self._target)
-        with self._make_once():
+        with self._unless_discarded():
             self._made = self._make_and_look()
 
     def _make_and_look(self) -> os.stat_result:
@@ -380,7 +380,7 @@ class MarkedTransaction(LocalTransaction):
         if not self._carries_id:
             super().discard()
             return
-        if self.outcome == "committed" or not self._end_making():
+        if self.outcome == "committed" or not self._may_discard():
             return
         self._made, self._last = None, None
         if self._claimed:

@@ -279,7 +279,7 @@ class LocalTransaction(Transaction):
             check_use(self._target, self._use)
         # A run has a rule of its own for attempts of which only the age is known.
         collect_orphans(self._root, math.inf if self.attempt.in_run else ABANDONED_AFTER_S, self._take)
-        with self._make_once():
+        with self._unless_discarded():
             self._made = self._create()
             if self._locks:
                 self._lock = AttemptLock(self._hidden)
@@ -343,7 +343,7 @@ class LocalTransaction(Transaction):
             error.add_note(f"what it has replaced may still be in {self._hidden}, until it is collected")
 
     def discard_replaced(self) -> None:
-        if not self._end_making():
+        if not self._may_discard():
             return
         path: Path | None = self._hidden
         with suppress(NoSpaceError):  # a quota may refuse the rename but allow the removal, which frees space
@@ -355,7 +355,7 @@ class LocalTransaction(Transaction):
             remove_tree(path)
 
     def discard(self) -> None:
-        if not self._end_making():
+        if not self._may_discard():
             return
         # Only this process can publish an attempt that it has made. Any other attempt is renamed first, so that its
         # writer cannot publish what is left of it.

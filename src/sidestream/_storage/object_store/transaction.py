@@ -101,7 +101,7 @@ class ObjectTransaction(Transaction):
         _check_promises(bucket)
         if not self._made and attempt.kind not in ("joined", "joined_files"):
             LoopCall(self._check_vacant).result(f"looking at {bucket.url}/{attempt.target}", stop)
-        with self._make_once():
+        with self._unless_discarded():
             self._made = True
         for given, body in files:
             name = self.path_of(self.committed_name(given))
@@ -356,7 +356,7 @@ class ObjectTransaction(Transaction):
             LoopCall(self._discard).result(f"removing {self.attempt.name}")
 
     async def _discard(self) -> None:
-        if not self._end_making() or not self._made:
+        if not self._may_discard() or not self._made:
             return
         if self._carries_id:
             await self._bucket.delete_of(self.attempt.target, self.attempt.save_id)
