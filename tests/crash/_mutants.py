@@ -60,6 +60,7 @@ _DIRECTORIES = "_storage/local/directories.py"
 _STORE = "_storage/local/store.py"
 _WRITE = "_storage/local/transaction.py"
 _TRANSACTION = "_storage/transaction.py"
+_RUNNING = "_save/running.py"
 _RENAME = "    os.rename(hidden, target)\n    try:\n"
 _TRY = "    try:\n"
 _MOVE = "        move(hidden, target, names, made)\n"
@@ -108,8 +109,8 @@ MUTANTS = (
            "cuts", _OVER),
     Mutant("a removal is not synced", _STORE, "            sync_directory(root)\n",
            "            pass\n", "cuts", "a removal"),
-    Mutant("an export is not synced", "_convert/export.py", "            self.durability,\n            current",
-           '            "flush",\n            current', "cuts", "an export"),
+    Mutant("an export is not synced", "_convert/export.py", 'SaveOrder(durability=self.durability, verb',
+           'SaveOrder(durability="flush", verb', "cuts", "an export"),
     Mutant("files are synced before they are written", _WRITE,
            "            _Parts(descriptor, direct, body).write(stop, threads)\n",
            "            os.fsync(descriptor)\n            durability = 'flush'\n"
@@ -151,9 +152,9 @@ MUTANTS = (
     Mutant("a put on a condition has no condition", "_storage/object_store/bucket.py",
            "_is_refused_as(engine.replace(key, memoryview(content), version), ",
            '_is_refused_as(engine.put(key, memoryview(content), mode="overwrite"), ', "object_store", "races"),
-    Mutant("old objects are deleted before the commit", _OBJECTS, "            await self._create(f",
-           "            await (self._replaced and self._collect(self._replaced) or asyncio.sleep(0))\n"
-           "            await self._create(f", "object_store"),
+    Mutant("old objects are deleted before the commit", _OBJECTS, "            if self._replaced is None:\n",
+           "            if self._replaced:\n                await self._collect(self._replaced)\n"
+           "            if self._replaced is None:\n", "object_store"),
     Mutant("old objects are not deleted", _OBJECTS, "        await bucket.delete(target, old)\n", "", "object_store"),
     Mutant("what a dead save has left is not deleted", _OBJECTS, _FOUND,
            _FOUND.replace("ids - {save_id}", "{marked_id} - {None}"), "object_store"),
@@ -181,16 +182,15 @@ MUTANTS = (
            _SYNC_NEW.replace("os.fsync(descriptor)", _SUPPRESSED), "faults"),
     Mutant("a failed sync of the parent is passed over", _LOCAL,
            "        raise NotDurableError(error.errno, failed, str(path)) from error\n", "        return\n", "faults"),
-    Mutant("a failed save leaves its attempt", _TRANSACTION,
-           '        if self.outcome != "absent":\n            return\n',
-           "        if self.outcome:\n            return\n", "faults"),
+    Mutant("a failed save leaves its attempt", _RUNNING,
+           '        if transaction.outcome != "absent":\n            return\n',
+           "        if transaction.outcome:\n            return\n", "faults"),
     Mutant("a commit that was sent counts as absent", _TRANSACTION,
-           'has not been looked at.\n        self.outcome = "unknown"\n',
-           'has not been looked at.\n        self.outcome = "absent"\n',
+           'has not been looked at.\n            self.outcome = "unknown"\n',
+           'has not been looked at.\n            self.outcome = "absent"\n',
            "faults", "late_and_dead"),
-    Mutant("a sent commit is not read back", _TRANSACTION,
-           '            await run_shielded(self._read_back, name, tail, stuck)\n',
-           '            self.outcome = "absent"\n', "faults"),
+    Mutant("a sent commit is not read back", _RUNNING, "        await run_shielded(_read_back, transaction)\n",
+           '        transaction.outcome = "absent"\n', "faults"),
     Mutant("foreign errors are not translated", _LOCAL, _TRANSLATED, "        raise\n    if durability", "faults"),
     Mutant("a short read counts as a whole one", "_storage/local/read.py", "            done += count\n",
            "            done += len(piece)\n", "reads"),
