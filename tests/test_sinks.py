@@ -65,7 +65,7 @@ class Collecting:
         self.read_from = "snapshot"
         return {f"t{index}": torch.frombuffer(bytearray(raw), dtype=torch.uint8) for index, raw in enumerate(found)}
 
-    async def finish(self, read: Any) -> Any:
+    async def finish(self, read: Any, save: Any) -> Any:
         return read
 
     async def undo(self, error: BaseException) -> None:
@@ -90,7 +90,7 @@ class Null:
     def read(self, snapshot: Any, save: Any, stop: Any) -> str:
         return "nothing"
 
-    async def finish(self, read: str) -> str:
+    async def finish(self, read: str, save: Any) -> str:
         return read
 
     async def undo(self, error: BaseException) -> None:
@@ -329,7 +329,7 @@ class Keeping:
             self.kept = torch.frombuffer(view, dtype=torch.uint8)
             return bytes(view)
 
-    async def finish(self, read: bytes) -> bytes:
+    async def finish(self, read: bytes, save: Any) -> bytes:
         return read
 
     async def undo(self, error: BaseException) -> None:

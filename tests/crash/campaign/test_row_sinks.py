@@ -58,7 +58,7 @@ class Drawn:
         elif number == self.at and self.way == "fails":
             raise OSError(5, "the sink fails")
 
-    async def finish(self, read: Any) -> Any:
+    async def finish(self, read: Any, save: Any) -> Any:
         return read
 
     async def undo(self, error: BaseException) -> None:
