@@ -119,7 +119,7 @@ class Group:
         await check_shared(order, receipts)
         files = await threads.run(layout.files, receipts)
         await self._before_commit()
-        if not await operation.make_irrevocable():
+        if not operation.make_irrevocable():
             raise Stopped
         times = [seconds for _, seconds in received]
         try:
