@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
         self._decoder = MessageDecoder(_MAX_HELLO_BYTES)
         self.authenticated = False
         self.on_message: Callable[[GroupMessage], None]
-        self.on_close: Callable[[], None] = _ignore
+        self.on_close: Callable[[], object] = lambda: None
         self.open = False
 
     async def use(self, sock: socket.socket) -> None:
@@ -151,10 +151,6 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, _: Exception | None) -> None:
         self.close()
-
-
-def _ignore() -> None:
-    """Do nothing: no callback has been set yet."""
 
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
