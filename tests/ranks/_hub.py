@@ -39,7 +39,7 @@ class Ranks:
 
     def close(self) -> None:
         for group in (self.hub, *self.spokes):
-            in_owner(group.close)
+            in_loop(group.close)
 
 
 def on_the_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, Coroutine[Any, Any, None]]:
@@ -52,7 +52,7 @@ def on_the_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, Cor
     return run
 
 
-def in_owner(work: Callable[[], object]) -> None:
+def in_loop(work: Callable[[], object]) -> None:
     """Call ``work`` where operations run. It is done when this returns, and so is what was called there before."""
 
     async def call() -> None:

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import pytest
-from _hub import LONG_S, Ranks, in_owner, on_the_loop
+from _hub import LONG_S, Ranks, in_loop, on_the_loop
 
-from sidestream._engine.calls import in_operation
+from sidestream._engine.calls import call_from_thread, in_operation
 from sidestream._group import has_ended, prepare_together, rank_group, this_process
 from sidestream._group.connections import GroupMessage, GroupMessageKind
 from sidestream._group.operation import Operation, Stopped
@@ -185,12 +185,12 @@ def test_a_timeout_that_will_be_refused_makes_a_deadline(timeout_s: object) -> N
     assert deadline_of(timeout_s).timeout_s == 600
 
 
-def test_a_deadline_in_many_days_leaves_the_thread_alive() -> None:
+def test_a_deadline_in_many_days_leaves_the_loop_alive() -> None:
     hub = Rank0(2, "token")
     operation = hub.begin("save", deadline_of(10_000_000), LONG_S)
     for _ in range(3):  # it has slept in between
-        in_owner(lambda: None)
-    in_owner(lambda: hub.close_operation(operation))
+        in_loop(lambda: None)
+    in_loop(lambda: hub.close_operation(operation))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -198,13 +198,30 @@ def test_no_timer_keeps_an_operation_that_has_ended(rank: int) -> None:
     """Its failures refer to the frames of the call, and those to tensors and to shared memory."""
     group = OtherRank(rank, 2) if rank else Rank0(2, "token")
     operation = group.begin("load", Deadline.after(LONG_S), LONG_S)
-    in_owner(lambda: None)
-    in_owner(partial(group.close_operation, operation))
+    in_loop(lambda: None)
+    in_loop(partial(group.close_operation, operation))
     ended = weakref.ref(operation)
     del operation
-    in_owner(lambda: None)
+    in_loop(lambda: None)
     gc.collect()
     assert ended() is None
+
+
+def test_a_forked_child_keeps_no_connection(three: Ranks) -> None:
+    """It would hide the end of this process from the other ranks. The connections of this process stay."""
+    ends = [end.fileno() for end in three.ends]
+    child = os.fork()
+    if child == 0:
+        gone = 0
+        for end in ends:
+            try:
+                os.fstat(end)
+            except OSError:
+                gone += 1
+        os._exit(gone)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(ends)
+    operations = [group.begin("save", Deadline.after(LONG_S), LONG_S) for group in (three.hub, *three.spokes)]
+    call_from_thread(partial(meet, operations))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from _hub import LONG_S, Ranks, in_owner, on_the_loop
+from _hub import LONG_S, Ranks, in_loop, on_the_loop
 
 from sidestream._engine.loop import operation_loop
 from sidestream._group import Operation, Stopped, prepare_together
@@ -166,14 +166,14 @@ async def test_the_time_in_the_queue_does_not_count(three: Ranks) -> None:
     busy = [rank.busy() for rank in ranks]
     for rank in ranks:
         rank.save(0, promised=False)
-    in_owner(lambda: None)
+    in_loop(lambda: None)
     operation = three.hub._states[1].operation
     assert operation is not None
     async with asyncio.timeout(LONG_S):
         while not operation._suspended:  # all have called
             await asyncio.sleep(0.001)
     operation.deadline = Deadline(time.monotonic() - 1.0, LONG_S)  # as if it had waited for that long
-    in_owner(lambda: three.hub._expire(three.hub._states[1]))
+    in_loop(lambda: three.hub._expire(three.hub._states[1]))
     assert not operation.stopping
     for entry in busy:  # where the saves wait
         operation_loop().call(entry.release)
