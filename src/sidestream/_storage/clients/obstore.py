@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import obstore
 import obstore.store
 
+from ..._runtime.tasks import wait_out
 from ..._runtime.threads import Deadline, Stop, current_deadline, time_limit
 from ...errors import ClosedError, ForkedProcessError, SidestreamError
 from ...events import SlowPart, emit
@@ -96,8 +97,7 @@ class ObstoreEngine(Engine):
         self._check_process()
         feed = Feed()
         part_bytes = part_bytes_for(body.nbytes, self._policy.part_bytes)
-        call = LoopCall(lambda: self._send(key, feed, body.nbytes, part_bytes))
-        call.future.add_done_callback(lambda _: feed.close())
+        call = LoopCall(lambda: self._send(key, feed, part_bytes))
         try:
             for part in body.parts:
                 try:
@@ -106,26 +106,24 @@ class ObstoreEngine(Engine):
                     del view
                 finally:
                     part.release()  # the memory is freed when obstore has released its reference too
-            feed.end()
         except BaseException as error:
-            feed.fail()
+            call.cancel()
             with suppress(Exception):
                 _result(call, f"aborting {key}")
-            if call.future.done() and (failure := call.future.exception()) is not None and feed.closed_early(error):
+            failure = call.future.exception() if call.future.done() else None
+            if isinstance(error, ClosedError) and failure is not None:  # the client had ended before
                 raise failure from None
             raise
-        self._wait(call, feed, key, stop)
-
-    def _wait(self, call: LoopCall[None], feed: Feed, key: str, stop: Stop) -> None:
-        """Wait for the end of the upload, after all buffers were passed on. If ``stop`` is set, the feed fails, which
-        aborts the upload."""
-        with stop.waking(feed.fail):
-            if stop.is_set():
-                feed.fail()
-            _result(call, f"uploading {key}")
+        call.loop.call_soon_threadsafe(feed.end)
+        try:
+            _result(call, f"uploading {key}", stop)
+        except Exception:
+            patience_s = min(self._policy.request_timeout_s, max(_ABORT_S, current_deadline().remaining_s()))
+            if stop.is_set() or not self.is_complete(key, body.nbytes, patience_s):
+                raise  # otherwise only the acknowledgement was lost: no other save uses this name
         stop.check()
 
-    async def _send(self, key: str, feed: Feed, nbytes: int, part_bytes: int) -> None:
+    async def _send(self, key: str, feed: Feed, part_bytes: int) -> None:
         """Upload the object. The put runs in a task of its own. That task is cancelled only if an abort does not end
         it, because a cancel leaves the upload open."""
         put = asyncio.ensure_future(
@@ -140,18 +138,18 @@ class ObstoreEngine(Engine):
         )
         try:
             await self._watched(put, feed, key)
-        except BaseException as error:
-            await self._abort(put, feed, key)
-            if isinstance(error, Exception) and feed.ended and await self._is_complete(key, nbytes):
-                return  # only the acknowledgement was lost: no other save uses this name
+        except BaseException:
+            await self._abort(put, feed)
             raise
+        finally:
+            feed.close()
 
     async def _watched(self, put: asyncio.Future[Any], feed: Feed, key: str) -> None:
         since, sent, deadline = time.monotonic(), -1, current_deadline()
         while True:
             patience = min(_WATCH_S, deadline.remaining_s())
-            done, _ = await asyncio.wait([put, feed.failing], timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-            if put in done:
+            await asyncio.wait([put], timeout=patience)
+            if put.done():
                 try:
                     await put
                 except SidestreamError:
@@ -160,34 +158,23 @@ class ObstoreEngine(Engine):
                     raise translated(error, f"uploading {key}", key) from error
                 return
             deadline.check(f"uploading {key}")
-            if feed.failed:
-                raise ClosedError("the upload was stopped")
             if feed.taken_bytes != sent or feed.starving:
                 since, sent = time.monotonic(), feed.taken_bytes
             else:
                 emit(SlowPart(key, time.monotonic() - since, sent))
 
-    async def _abort(self, put: asyncio.Future[Any], feed: Feed, key: str) -> None:
+    async def _abort(self, put: asyncio.Future[Any], feed: Feed) -> None:
         """Abort the upload. obstore does that when the parts in flight have ended. If that takes too long, because the
         peer stalls, cancel the put. Then the upload stays open until a lifecycle rule of the bucket removes it: obstore
         lists no uploads, so no later call can find it."""
         feed.fail()
         patience = max(_ABORT_S, min(_LONGEST_ABORT_S, current_deadline().remaining_s()))
-        with suppress(asyncio.CancelledError):
-            await asyncio.wait([put], timeout=patience)
+        await wait_out(asyncio.ensure_future(asyncio.wait([put], timeout=patience)))
         if not put.done():
             put.cancel()
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait([put], timeout=_ABORT_S / 10)
+            await wait_out(asyncio.ensure_future(asyncio.wait([put], timeout=_ABORT_S / 10)))
         if put.done() and not put.cancelled():
             put.exception()
-
-    async def _is_complete(self, key: str, nbytes: int) -> bool:
-        try:
-            async with asyncio.timeout(self._policy.request_timeout_s):
-                return await self.size(key) == nbytes
-        except Exception:
-            return False
 
     async def read(self, key: str, start: int, end: int) -> memoryview:
         return memoryview(await obstore.get_range_async(self._store, self._name(key), start=start, end=end))
@@ -243,10 +230,10 @@ class ObstoreEngine(Engine):
             _mark_used()
 
 
-def _result(call: LoopCall[T], name: str) -> T:
+def _result(call: LoopCall[T], name: str, stop: Stop | None = None) -> T:
     """Wait for a call that aborts by itself when the deadline has passed, and give it time to do so."""
     with time_limit(Deadline.after(current_deadline().remaining_s() + 3 * _ABORT_S)):
-        return call.result(name)
+        return call.result(name, stop)
 
 
 def _open(client: Client, policy: StorePolicy, *, retries: int) -> Any:
