@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from .engine import Engine
@@ -25,33 +25,26 @@ class EngineCache:
     files with credentials."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self._lock = threading.Lock()
-        self._engines: OrderedDict[Hashable, Engine] = OrderedDict()
-        os.register_at_fork(after_in_child=self._forget_lock)
+        self._kept = lru_cache(most)(_made)
 
     def __reduce__(self) -> Any:
         raise TypeError("clients hold credentials: they are not pickled")
 
     def get(self, key: Hashable, make: Callable[[], Engine]) -> Engine:
         """Return the engine with this key, or the one that ``make`` returns. Called in a thread. Calls of ``make`` do
-        not wait for each other. If two threads make the same engine at once, the first one is kept."""
-        key = (key, os.getpid(), *_thread_state())
-        with self._lock:
-            if key in self._engines:
-                self._engines.move_to_end(key)
-                return self._engines[key]
-        made = make()
-        with self._lock:
-            made = self._engines.setdefault(key, made)
-            if len(self._engines) > self._most:
-                self._engines.popitem(last=False)
-        return made
+        not wait for each other. If two threads make the same engine at once, the first one is kept. Engines that were
+        made before a fork are not used in the child: keys contain the process id."""
+        return self._kept(_Wanted((key, os.getpid(), *_thread_state()), make))
 
-    def _forget_lock(self) -> None:
-        """Replace the lock in the child of a fork, because a thread of the parent may have held it. Engines that were
-        made before the fork are not used in the child: keys contain the process id."""
-        self._lock = threading.Lock()
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    key: Hashable
+    make: Callable[[], Engine] = field(compare=False)
+
+
+def _made(wanted: _Wanted) -> Engine:
+    return wanted.make()
 
 
 def frozen(value: Any) -> Hashable:
