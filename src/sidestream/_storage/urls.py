@@ -166,28 +166,29 @@ def _local_path(text: str) -> Path:
 
 def _object_store(base: str, protocol: str, storage: Storage) -> ObjectStore:
     policy = storage.policy or StorePolicy()
-    shown = redacted(base)
     if storage.filesystem is not None and not is_fsspec(storage.filesystem):
         return _own_store(storage.filesystem, base, policy)
+    # There are three ways to an engine. A file system of the user, as it is. The clouds: made at the first request, in
+    # a thread, because credentials are read from files and services, and importing a client takes long. Any other URL:
+    # fsspec makes its file system now.
+    engine: Engine | LateEngine
     if storage.filesystem is not None:
         root = storage.filesystem._strip_protocol(base)
-        handed_in = FsspecEngine(storage.filesystem, policy)
-        again = _made_again(storage.filesystem, root, policy)
-        return ObjectStore(handed_in, root, shown, policy, _cache(policy), again)
-    options = dict(storage.options or {})
-    # No other process can open memory://.
-    address = None if protocol == "memory" else StoreAddress(base, storage)
-    client = _client(base, protocol, options, policy)
-    # There are three ways to an engine. The clouds: made at the first request, in a thread, because credentials are
-    # read from files and services, and importing a client takes long. Any other URL: fsspec makes its file system now.
-    # And a file system or store of the user, above, as it is.
-    if protocol in CLOUDS:
-        engine = _late(base, protocol, options, policy, client)
-        bucket, prefix = _bucket_and_prefix(base)
-        root = f"{bucket.partition('@')[0]}/{prefix}".rstrip("/")
-        return ObjectStore(engine, root, shown, policy, _cache(policy), address)
-    through, root = _through_fsspec(base, protocol, options, policy)
-    return ObjectStore(through, root, shown, policy, _cache(policy), address)
+        engine = FsspecEngine(storage.filesystem, policy)
+        address = _made_again(storage.filesystem, root, policy)
+    else:
+        options = dict(storage.options or {})
+        client = _client(base, protocol, options, policy)
+        if protocol in CLOUDS:
+            engine = _late(base, protocol, options, policy, client)
+            bucket, prefix = _bucket_and_prefix(base)
+            root = f"{bucket.partition('@')[0]}/{prefix}".rstrip("/")
+        else:
+            engine, root = _through_fsspec(base, protocol, options, policy)
+        # No other process can open memory://.
+        address = None if protocol == "memory" else StoreAddress(base, storage)
+    cache = None if policy.cache_dir is None else FileCache(os.fspath(policy.cache_dir))
+    return ObjectStore(engine, root, redacted(base), policy, cache, address)
 
 
 def _own_store(store: BlobStore, base: str, policy: StorePolicy) -> ObjectStore:
@@ -231,10 +232,6 @@ def _no_client(protocol: str, policy: StorePolicy) -> MissingExtraError:
     return MissingExtraError(
         f"{protocol}:// needs the client of fsspec with these options: pip install {_PACKAGES[CLOUDS[protocol]]}"
     )
-
-
-def _cache(policy: StorePolicy) -> FileCache | None:
-    return None if policy.cache_dir is None else FileCache(os.fspath(policy.cache_dir))
 
 
 def _client(base: str, protocol: str, options: Mapping[str, Any], policy: StorePolicy) -> Client | None:
