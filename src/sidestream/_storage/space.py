@@ -52,7 +52,8 @@ class Space:
                 return  # nothing is certain, and the first write reports what is wrong
             others = 0 if alone else sum(self._left(device, id(transaction)))
             if nbytes + others > free and kind in _EXACT and collect_orphans(directory.parent, ABANDONED_AFTER_S):
-                free = _freed(place, free)
+                with suppress(OSError):  # if the file system does not show it any more
+                    free = _free(place)
             if nbytes + others > free and kind in _EXACT:
                 beside = f", beside {others} bytes that this save still writes there" if others else ""
                 raise NoSpaceError(
@@ -83,14 +84,6 @@ def _free(place: Path) -> int:
     if not found.f_blocks:  # a tmpfs without a limit
         raise OSError(errno.ENOTSUP, "the file system has no size", str(place))
     return found.f_bavail * found.f_frsize
-
-
-def _freed(place: Path, free: int) -> int:
-    """Return the free space now, or ``free`` if the file system does not show it any more."""
-    try:
-        return _free(place)
-    except OSError:
-        return free
 
 
 def _allocated(directory: Path) -> int:

@@ -10,18 +10,17 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
-from .._format.marker import TAIL_BYTES, Marker, find_marker
+from .._format.marker import TAIL_BYTES
 from .._runtime.threads import Stop
 from ..errors import (
     CheckpointExistsError,
     ClosedError,
-    CorruptCheckpointError,
     DeadlineExceededError,
     NotDurableError,
     is_stuck,
@@ -38,8 +37,6 @@ __all__ = [
     "StoreAddress",
     "Transaction",
     "being_removed",
-    "id_in",
-    "marker_in",
 ]
 
 T = TypeVar("T")
@@ -338,27 +335,6 @@ class Transaction(ABC):
     def keep_replaced(self, error: NotDurableError) -> None:
         """Keep what this transaction has replaced, because the commit may not be durable. ``error`` says where."""
         self._keeps_replaced = True
-        self._note_replaced(error)
-
-    def _note_replaced(self, error: NotDurableError) -> None:
-        """Add to ``error`` the place of the replaced checkpoint."""
-        return
-
-
-async def marker_in(name: str, read_tail: Callable[[str, int], Awaitable[bytes]]) -> Marker | None:
-    """Return the marker in the file ``name``; None if another writer made it. Raises ``CorruptCheckpointError``, and
-    ``FileNotFoundError`` if there is no such file."""
-    return find_marker(await read_tail(name, TAIL_BYTES))
-
-
-async def id_in(name: str, read_tail: Callable[[str, int], Awaitable[bytes]]) -> str:
-    """Return the id of the save that wrote the marker ``name``; empty if the marker is damaged or of another writer.
-    Raises ``FileNotFoundError`` if there is no marker."""
-    try:
-        marker = await marker_in(name, read_tail)
-    except CorruptCheckpointError:
-        return ""
-    return "" if marker is None else marker.save_id
 
 
 def being_removed(where: str | Path) -> CheckpointExistsError:

@@ -28,7 +28,6 @@ __all__ = [
     "exchange",
     "exchanges",
     "has_leases",
-    "is_directory",
     "is_retired",
     "is_vacant",
     "last_write",
@@ -156,15 +155,6 @@ def make_root(root: Path, durability: Durability, made: list[Path], sync: Callab
         made.append(path)
         if durability == "fsync":
             sync(path.parent)
-
-
-def is_directory(path: Path) -> bool:
-    try:
-        return stat.S_ISDIR(path.lstat().st_mode)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise from_os_error(error, "looking at this path", str(path)) from error
 
 
 def is_retired(name: str) -> bool:
@@ -348,7 +338,7 @@ def exchanges(directory: Path) -> bool:
     except OSError as error:
         if error.errno in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM):
             return False
-        raise
+        raise from_os_error(error, "trying to exchange two directories", str(directory)) from error
     finally:
         for path in pair:
             with suppress(OSError):

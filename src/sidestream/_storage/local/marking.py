@@ -280,10 +280,6 @@ class MarkedTransaction(LocalTransaction):
         else:  # where other files of this attempt were removed, making the directory again would not help
             write()
 
-    @property
-    def _writes_last(self) -> bool:
-        return not self._carries_id
-
     def _make_visible(self) -> None:
         if self.attempt.kind == "files":
             self._publish_files()

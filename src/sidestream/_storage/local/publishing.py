@@ -14,13 +14,12 @@ from ...errors import CheckpointExistsError, NotDurableError, SidestreamError, S
 from ...options import Durability
 from ..names import MARKER, id_of, is_attempt_name
 from ..replacing import DECIDING_BYTES, Found, Use, deciding_file, kind_of, refusal
-from .directories import RACES, exchange, exchanges, is_retired, is_vacant, sync_directory
+from .directories import RACES, exchange, is_retired, is_vacant, sync_directory
 from .read import read_tail
 
 __all__ = [
     "NO_RENAME",
     "Step",
-    "can_exchange",
     "check_use",
     "check_whole",
     "files_in",
@@ -229,8 +228,3 @@ def check_use(target: Path, use: Use) -> None:
     """Raise ``CheckpointExistsError`` if ``use`` may not take what lies at the target."""
     if refused := refusal(look_at(target), use, target):
         raise CheckpointExistsError(refused)
-
-
-def can_exchange(directory: Path) -> bool:
-    with os_errors_as("trying to exchange two directories", directory):
-        return exchanges(directory)

@@ -37,7 +37,7 @@ from ..transaction import Attempt, CommitFiles, StoreAddress, Transaction
 from .attempt_lock import AttemptLock
 from .directories import (
     RACES,
-    is_directory,
+    exchanges,
     is_vacant,
     link_new,
     make_root,
@@ -47,7 +47,7 @@ from .directories import (
     unlink,
 )
 from .orphans import collect_orphans
-from .publishing import Step, can_exchange, check_use, move_there, publish, replace, sync_visible
+from .publishing import Step, check_use, move_there, publish, replace, sync_visible
 from .read import read_tail
 
 __all__ = ["LocalTransaction", "write_again", "write_buffer", "write_file"]
@@ -285,7 +285,7 @@ class LocalTransaction(Transaction):
                 self._lock = AttemptLock(self._hidden)
         # Tried in the new directory, because there is no other way to find out, and now, because the commit would find
         # it out after everything was written.
-        if not vacant and not can_exchange(self._hidden):
+        if not vacant and not exchanges(self._hidden):
             self.discard()
             raise CheckpointExistsError(
                 f"{self._target} is not empty, and this file system cannot exchange two directories in one step: save "
@@ -317,18 +317,13 @@ class LocalTransaction(Transaction):
 
     def _complete(self, files: CommitFiles, stop: Stop) -> None:
         names = [*files]
-        if names and not self._writes_last:
+        if names and self._carries_id:  # otherwise the last file of a commit is written like the others
             last = names.pop()
             self._last = last, files[last]
         for name in names:
             stop.check()
             self._names[name] = None
             self._write_file(name, PiecesBody(files[name]), stop)
-
-    @property
-    def _writes_last(self) -> bool:
-        """Whether the last file of a commit is written like the others."""
-        return True
 
     def _make_visible(self) -> None:
         attempt = self.attempt
@@ -338,7 +333,8 @@ class LocalTransaction(Transaction):
         self._publish(partial(replace, use=self._use) if attempt.kind == "replacement" else move_there)
         self._made = None  # from now on the name of the attempt is that of the replaced checkpoint, if any
 
-    def _note_replaced(self, error: NotDurableError) -> None:
+    def keep_replaced(self, error: NotDurableError) -> None:
+        super().keep_replaced(error)
         if self.attempt.kind == "replacement":
             error.add_note(f"what it has replaced may still be in {self._hidden}, until it is collected")
 
@@ -397,10 +393,9 @@ class LocalTransaction(Transaction):
             make_root(self._target, self.attempt.durability, self._new, self._sync)
 
     def _check_joined(self) -> None:
-        try:
-            there = is_directory(self._directory)
-        except FileNotFoundError:
-            there = False
+        there = False
+        with os_errors_as("looking at this path", self._directory), suppress(FileNotFoundError):
+            there = stat.S_ISDIR(self._directory.lstat().st_mode)
         if not there:
             raise StorageNotSharedError(
                 errno.ENOENT,

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
 
+from ..._format.marker import TAIL_BYTES, Marker, find_marker
 from ..._runtime.threads import Stop
 from ...errors import CheckpointExistsError, StorageError
 from ...options import BlobInfo, Listing, StorePolicy
@@ -78,6 +79,11 @@ class Bucket:
     async def tail(self, name: str, nbytes: int) -> bytes:
         key = self.key(name)
         return await self.run("reading", name, lambda engine: engine.tail(key, nbytes))
+
+    async def marker(self, name: str) -> Marker | None:
+        """Return the marker ``name``; None if another writer made it. Raises ``CorruptCheckpointError``, and
+        ``FileNotFoundError`` if there is no such object."""
+        return find_marker(await self.tail(name, TAIL_BYTES))
 
     async def size(self, name: str) -> int:
         key = self.key(name)

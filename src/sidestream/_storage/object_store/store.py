@@ -3,13 +3,14 @@ them."""
 
 from __future__ import annotations
 
-import asyncio
 import errno
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from mmap import mmap
 from typing import Any
 
+from ..._runtime.tasks import in_parallel
 from ..._runtime.threads import current_deadline, io_threads
 from ...errors import AccessDeniedError, CheckpointNotFoundError, CorruptCheckpointError
 from ...options import BlobInfo, Capabilities, Durability, StorePolicy
@@ -18,7 +19,7 @@ from ..clients.requests import on_io_loop
 from ..names import MARKER, NOTE, export_files, id_of, parse_step, retired_files
 from ..replacing import Found, Use, refusal
 from ..store import Leftover, RangeSource, ReadRange, coalesce
-from ..transaction import Attempt, StoreAddress, Transaction, id_in
+from ..transaction import Attempt, StoreAddress, Transaction
 from ..wrappers.file_cache import FileCache
 from .bucket import Bucket, age_s, clock_of, collect_orphans, look_at
 from .transaction import ObjectTransaction, check_replaces
@@ -139,11 +140,20 @@ class ObjectStore:
 
         The marker is read again after that, because another save may have put its own meanwhile. Saves that find the
         note put none."""
-        written, save_id = None, await id_in(f"{directory}/{MARKER}", self._bucket.tail)
+        written, save_id = None, await self._marked_id(directory)
         while save_id != written:
             await self._bucket.put(f"{directory}/{NOTE}", memoryview(save_id.encode()))
-            written, save_id = save_id, await id_in(f"{directory}/{MARKER}", self._bucket.tail)
+            written, save_id = save_id, await self._marked_id(directory)
         return save_id
+
+    async def _marked_id(self, directory: str) -> str:
+        """Return the id of the save whose marker is in ``directory``; empty if the marker is damaged or of another
+        writer. Raises ``FileNotFoundError`` if there is no marker."""
+        try:
+            marker = await self._bucket.marker(f"{directory}/{MARKER}")
+        except CorruptCheckpointError:
+            return ""
+        return "" if marker is None else marker.save_id
 
     async def _finish_retiring(self, directory: str, save_id: str | None = None) -> None:
         """Delete the files of a retired checkpoint, whose marker was deleted before. ``save_id`` is the content of the
@@ -205,27 +215,9 @@ class ObjectSource(RangeSource):
         name = self.path_of(file)
         runs = await io_threads().run(_runs, ranges)
         if runs:
-            await on_io_loop(lambda: self._read(name, runs), f"reading {name}")
-
-    async def _read(self, name: str, runs: Sequence[Sequence[ReadRange]]) -> None:
-        queue = iter(runs)
-
-        async def work() -> None:
-            for run in queue:
-                await self._read_run(name, run)
-
-        workers = [asyncio.ensure_future(work()) for _ in range(min(self._bucket.policy.concurrency, len(runs)))]
-        try:
-            for worker in workers:
-                await worker
-        finally:
-            for worker in workers:
-                worker.cancel()
-            # Not only cancelled: a request in flight writes into memory of the caller. When this returns, none does.
-            while any(not worker.done() for worker in workers):
-                await asyncio.wait(workers)
-            for worker in workers:
-                worker.cancelled() or worker.exception()
+            workers = min(self.concurrency, len(runs))
+            # A request in flight writes into memory of the caller. When this returns or raises, none does.
+            await on_io_loop(lambda: in_parallel(runs, partial(self._read_run, name), workers), f"reading {name}")
 
     async def _read_run(self, name: str, run: Sequence[ReadRange]) -> None:
         key = self._bucket.key(name)

@@ -28,7 +28,7 @@ from ..bodies import Body
 from ..clients.requests import LoopCall, translated
 from ..names import ABANDONED_AFTER_S, MARKER, NOTE, READ_FIRST, id_of, is_plain_shard, owner_of
 from ..replacing import Use, refusal
-from ..transaction import Attempt, CommitFiles, StoreAddress, Transaction, being_removed, marker_in
+from ..transaction import Attempt, CommitFiles, StoreAddress, Transaction, being_removed
 from .bucket import Bucket, clear_export, collect_orphans, look_at
 
 __all__ = ["ObjectTransaction", "check_replaces"]
@@ -170,7 +170,7 @@ class ObjectTransaction(Transaction):
     async def _marked_id(self, name: str) -> str | None:
         """Return the id of the save that wrote this marker; None if it is damaged."""
         try:
-            marker = await marker_in(name, self._bucket.tail)
+            marker = await self._bucket.marker(name)
         except CorruptCheckpointError:
             return None
         if marker is None:
