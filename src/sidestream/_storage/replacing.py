@@ -71,6 +71,31 @@ DECIDING_BYTES = max(TAIL_BYTES, STAMP_BYTES)
 
 _LATER = "choose another directory, or remove() it an hour after the last write to it"
 
+_OTHERS_FILES = "is not empty, and no checkpoint: choose another directory, or empty this one first"
+_OVERWRITE = "is not empty: save to a new directory, or pass overwrite=True to a save that replaces a checkpoint"
+
+_NOT_CREATED: Mapping[Found, str] = {
+    "empty": "is a directory: choose another name, or delete it first",
+    "checkpoint": _OVERWRITE,
+    "stock": _OVERWRITE,
+    "export": "is not empty, it is an export: choose another directory, or remove() the export first",
+    "safetensors": _OTHERS_FILES,
+    "directory": _OTHERS_FILES,
+    "file": "already exists and is a file: choose another name, or delete it first",
+    "link": "is a symbolic link: give the directory that it names, or choose another name",
+    "leftover": f"is not empty, it {_WHAT['leftover']}: {_LATER}",
+}
+
+_NOT_REPLACED: Mapping[Found, str] = {
+    "checkpoint": "export to another directory, or remove() the checkpoint first",
+    "stock": "export to another directory, or remove() the checkpoint first",
+    "export": "save to a new directory, or remove() the export first",
+    "safetensors": "choose a new directory, or delete this one first",
+    "directory": "save to a new directory, or empty this one first",
+    "link": "give the directory that it names",
+    "leftover": _LATER,
+}
+
 _TENSORS = re.compile(r"model(?:-[0-9]{5}-of-[0-9]{5})?\.safetensors")
 
 
@@ -113,37 +138,9 @@ def refusal(found: Found, use: Use, where: object) -> str | None:
         return None
     if use in _DELETES:
         return f"{where} {_WHAT[found]}, so nothing was {_DELETES[use]}: {_way_to_delete(found, use)}"
-    if found == "file":
-        return f"{where} already exists and is a file: choose another name, or delete it first"
-    if use in ("create", "create file"):
-        return _refused_creation(found, where)
-    way = "save to a new directory, or empty this one first"
-    if found == "export":
-        way = "save to a new directory, or remove() the export first"
-    elif found in ("checkpoint", "stock"):
-        way = "export to another directory, or remove() the checkpoint first"
-    elif found == "safetensors":
-        way = "choose a new directory, or delete this one first"
-    elif found == "leftover":
-        way = _LATER
-    elif found == "link":
-        way = "give the directory that it names"
-    return f"{where} {_WHAT[found]}, so it was not replaced: {way}"
-
-
-def _refused_creation(found: Found, where: object) -> str:
-    if found == "link":
-        return f"{where} is a symbolic link: give the directory that it names, or choose another name"
-    if found in ("checkpoint", "stock"):
-        way = "save to a new directory, or pass overwrite=True to a save that replaces a checkpoint"
-        return f"{where} is not empty: {way}"
-    if found == "empty":
-        return f"{where} is a directory: choose another name, or delete it first"
-    if found == "export":
-        return f"{where} is not empty, it is an export: choose another directory, or remove() the export first"
-    if found == "leftover":
-        return f"{where} is not empty, it {_WHAT[found]}: {_LATER}"
-    return f"{where} is not empty, and no checkpoint: choose another directory, or empty this one first"
+    if found == "file" or use in ("create", "create file"):
+        return f"{where} {_NOT_CREATED[found]}"
+    return f"{where} {_WHAT[found]}, so it was not replaced: {_NOT_REPLACED[found]}"
 
 
 def _way_to_delete(found: Found, use: Use) -> str:
