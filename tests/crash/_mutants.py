@@ -49,12 +49,7 @@ class Mutant:
 _SYNC_NEW = """            os.fsync(descriptor)
         finally:
             os.close(descriptor)  # its errors count"""
-_SYNC_DIRECTORY = """        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def remove_tree"""
+_SYNC_DIRECTORY = "    with opened(path, os.O_DIRECTORY) as descriptor:\n        os.fsync(descriptor)\n"
 _SUPPRESSED = "with suppress(OSError):\n                    os.fsync(descriptor)"
 _IN_USE = (
     '        return any(one.directory == name and one.kind == "read" and not self.leases.dead(one) for one in seen)\n'

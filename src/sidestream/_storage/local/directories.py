@@ -34,6 +34,7 @@ __all__ = [
     "link_new",
     "make_root",
     "move_new",
+    "opened",
     "remove_tree",
     "storage_time",
     "sync_directory",
@@ -50,95 +51,71 @@ _RETIRED = re.compile(r"\.retired-(?:step-[0-9.g]+-)?[0-9a-f]{32}")  # earlier v
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
 
 
+class _Descriptor:
+    """The descriptor of a directory that was only read. It is closed with the last reference to this object. Errors of
+    that are ignored: they do not concern the bytes that were read, and the descriptor is closed also then."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # When the interpreter ends, the globals of the module may be gone, and the system closes the descriptor.
+        if hasattr(self, "number") and not is_finalizing():
+            with suppress(OSError):
+                os.close(self.number)
+
+
 class OpenDirectory:
     """The directory that ``path`` named when it was first used, for threads that open files in it.
 
     The descriptor is closed when ``close`` was called and no thread uses it any more. A thread may still be in a system
     call when its caller has stopped waiting for it, and the number of a closed descriptor is soon used for another
     file. Without ``close``, the descriptor is closed when the object is freed. Each thread that uses the descriptor
-    keeps a reference to the object.
+    keeps a reference to it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()  # never held during a system call that may hang
-        self._descriptor: int | None = None
-        self._users = 0
+        self._opened: _Descriptor | None = None
         self._closed = False
 
     @contextmanager
     def descriptor(self) -> Iterator[int]:
         """Keep the directory open in this context. The first thread opens it. Raises ``OSError`` and
         ``ClosedError``."""
-        descriptor = self._acquire()
-        if descriptor is None:
+        opened = self._shared()
+        if opened is None and not self._closed:
             # Opened without the lock, because the call may hang. Two threads may both open it, also two directories if
             # another one takes the name between them. The first one to enter its descriptor decides for all.
-            descriptor = self._acquire_new(os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            opened = self._shared(_Descriptor(self.path))
+        if opened is None:
+            raise ClosedError(f"{self.path} was closed by the operation that had opened it")
         try:
-            yield descriptor
+            yield opened.number
         finally:
-            self._release()
+            del opened  # the frames of an error keep no reference
 
-    def _acquire(self) -> int | None:
+    def _shared(self, opened: _Descriptor | None = None) -> _Descriptor | None:
+        """Return the descriptor that all threads use, which is ``opened`` if there was none. None once the directory is
+        refused."""
         with self._lock:
             if self._closed:
-                raise ClosedError(f"{self.path} was closed by the operation that had opened it")
-            if self._descriptor is not None:
-                self._users += 1
-            return self._descriptor
-
-    def _acquire_new(self, opened: int) -> int:
-        """Acquire ``opened``, or the descriptor of another thread that was faster: all threads have to use the same
-        directory."""
-        with self._lock:
-            first = self._descriptor is None and not self._closed
-            if first:
-                self._descriptor = opened
-                self._users += 1
-        if first:
-            return opened
-        _close(opened)
-        descriptor = self._acquire()
-        assert descriptor is not None
-        return descriptor
-
-    def _release(self) -> None:
-        with self._lock:
-            self._users -= 1
-        self._close_if_unused()
+                return None
+            self._opened = self._opened or opened
+            return self._opened
 
     def refuse(self) -> bool:
         """Refuse threads that have not acquired the directory yet, also a thread that hangs while it opens it. Makes no
         system call. Returns whether ``close`` has a descriptor to close."""
         with self._lock:
             self._closed = True
-            return self._descriptor is not None
+            return self._opened is not None
 
     def close(self) -> None:
         """Close the directory. If threads still use it, the last of them closes it."""
         self.refuse()
-        self._close_if_unused()
-
-    def _close_if_unused(self) -> None:
-        with self._lock:
-            if self._users or not self._closed:
-                return
-            descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            _close(descriptor)
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # When the interpreter ends, the globals of the module may be gone, and the system closes the descriptor.
-        if self._descriptor is not None and not is_finalizing():
-            _close(self._descriptor)
-
-
-def _close(directory: int) -> None:
-    """Close a descriptor that was only read, and ignore errors. An error does not concern the bytes that were read, and
-    the descriptor is closed also then."""
-    with suppress(OSError):
-        os.close(directory)
+        self._opened = None
 
 
 def make_root(root: Path, durability: Durability, made: list[Path], sync: Callable[[Path], None]) -> None:
@@ -173,12 +150,19 @@ def is_vacant(target: Path) -> bool:
             return True
 
 
-def sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+@contextmanager
+def opened(path: Path | str, flags: int, within: int | None = None) -> Iterator[int]:
+    """Keep ``path`` open for reading in this context. ``within`` is the descriptor of a directory."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags, dir_fd=within)
     try:
-        os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    with opened(path, os.O_DIRECTORY) as descriptor:
+        os.fsync(descriptor)
 
 
 def remove_tree(path: Path) -> None:

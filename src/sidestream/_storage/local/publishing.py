@@ -14,7 +14,7 @@ from ...errors import CheckpointExistsError, NotDurableError, SidestreamError, S
 from ...options import Durability
 from ..names import MARKER, id_of, is_attempt_name
 from ..replacing import DECIDING_BYTES, Found, Use, deciding_file, kind_of, refusal
-from .directories import RACES, exchange, is_retired, is_vacant, sync_directory
+from .directories import RACES, exchange, is_retired, is_vacant, opened, sync_directory
 from .read import read_tail
 
 __all__ = [
@@ -213,15 +213,10 @@ def _look_at(path: Path, in_place: bool) -> Found:
     name = deciding_file(files)
     if name is None:
         return kind_of(files, b"")
-    return kind_of(files, read_tail(path / name, None, DECIDING_BYTES) if name == MARKER else _start_of(path / name))
-
-
-def _start_of(path: Path) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        return os.read(descriptor, DECIDING_BYTES)
-    finally:
-        os.close(descriptor)
+    if name == MARKER:
+        return kind_of(files, read_tail(path / name, None, DECIDING_BYTES))
+    with opened(path / name, os.O_NOFOLLOW | os.O_NONBLOCK) as descriptor:
+        return kind_of(files, os.read(descriptor, DECIDING_BYTES))
 
 
 def check_use(target: Path, use: Use) -> None:

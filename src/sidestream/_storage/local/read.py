@@ -23,7 +23,7 @@ from ..._runtime.threads import Deadline, Stop, current_deadline, doing, io_thre
 from ...errors import CorruptCheckpointError, DeadlineExceededError, SidestreamError, from_os_error
 from ..names import MARKER, is_unfinished
 from ..store import RangeSource, ReadRange, coalesce
-from .directories import OpenDirectory
+from .directories import OpenDirectory, opened
 
 __all__ = ["LocalSource", "map_file", "read_tail", "run_io", "size_of", "sizes_in"]
 
@@ -134,18 +134,18 @@ def _place(path: Path, within: OpenDirectory | None) -> Iterator[tuple[str, int 
             yield path.name, descriptor
 
 
-def _open_regular(path: Path, within: OpenDirectory | None) -> int:
-    """Open a regular file for reading, and return its descriptor. This does not follow symbolic links, and does not
-    wait for the other end of a pipe."""
+@contextmanager
+def _regular(path: Path, within: OpenDirectory | None) -> Iterator[int]:
+    """Keep a regular file open for reading in this context. This does not follow symbolic links, and does not wait for
+    the other end of a pipe."""
     with _place(path, within) as (name, directory):
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise CorruptCheckpointError(f"{path} is not a regular file", file=path.name)
-    except BaseException:
+        yield descriptor
+    finally:
         os.close(descriptor)
-        raise
-    return descriptor
 
 
 class LocalFiles:
@@ -168,15 +168,11 @@ class LocalFiles:
     def read(self, name: str, ranges: Sequence[ReadRange], stop: Stop) -> None:
         path = self._directory / name
         deadline = current_deadline()
-        with _os_errors_as("reading", path), doing(f"reading {path}"):
-            descriptor = _open_regular(path, self._within)
-            try:
-                for run in coalesce(ranges, gap_bytes=_GAP_BYTES, most=_RUN_RANGES, most_bytes=self._call_bytes):
-                    stop.check()
-                    deadline.check(f"reading {path}")
-                    self._read_run(descriptor, run, path, stop)
-            finally:
-                os.close(descriptor)
+        with _os_errors_as("reading", path), doing(f"reading {path}"), _regular(path, self._within) as descriptor:
+            for run in coalesce(ranges, gap_bytes=_GAP_BYTES, most=_RUN_RANGES, most_bytes=self._call_bytes):
+                stop.check()
+                deadline.check(f"reading {path}")
+                self._read_run(descriptor, run, path, stop)
 
     def _read_run(self, descriptor: int, run: Sequence[ReadRange], path: Path, stop: Stop) -> None:
         if len(run) == 1:
@@ -250,23 +246,18 @@ class LocalFiles:
 
 
 def map_file(path: Path, within: OpenDirectory, nbytes: int) -> MemoryMap:
-    with _os_errors_as("mapping", path):
-        descriptor = _open_regular(path, within)
-        try:
-            if os.fstat(descriptor).st_size < nbytes:  # an access beyond the end would kill the process (SIGBUS)
-                raise CorruptCheckpointError(
-                    f"{path} is shorter than the {nbytes} bytes that were saved", file=path.name
-                )
-            flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-            return MemoryMap(descriptor, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        finally:
-            os.close(descriptor)
+    with _os_errors_as("mapping", path), _regular(path, within) as descriptor:
+        if os.fstat(descriptor).st_size < nbytes:  # an access beyond the end would kill the process (SIGBUS)
+            raise CorruptCheckpointError(f"{path} is shorter than the {nbytes} bytes that were saved", file=path.name)
+        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+        return MemoryMap(descriptor, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def read_tail(path: Path, within: OpenDirectory | None, nbytes: int) -> bytes:
     with (
         _os_errors_as("reading", path),
-        open(path, "rb", opener=lambda *_: _open_regular(path, within)) as file,
+        _regular(path, within) as descriptor,
+        open(descriptor, "rb", closefd=False) as file,
     ):
         file.seek(max(0, file.seek(0, os.SEEK_END) - nbytes))
         return file.read(nbytes)
@@ -332,13 +323,9 @@ def sizes_in(directory: Path, within: OpenDirectory | None) -> dict[str, int]:
     with _os_errors_as("listing", directory):
         if within is None:
             return _sizes(directory)
-        with within.descriptor() as descriptor:
-            # Opened once more, because all listings through one descriptor share its position.
-            listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=descriptor)
-            try:
-                return _sizes(listed)
-            finally:
-                os.close(listed)
+        # Opened once more, because all listings through one descriptor share its position.
+        with within.descriptor() as descriptor, opened(".", os.O_DIRECTORY, descriptor) as listed:
+            return _sizes(listed)
 
 
 def _sizes(directory: Path | int) -> dict[str, int]:

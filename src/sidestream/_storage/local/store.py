@@ -32,6 +32,7 @@ from .directories import (
     is_retired,
     last_write,
     make_root,
+    opened,
     remove_tree,
     storage_time,
     sync_directory,
@@ -317,8 +318,7 @@ def _delete_marker(directory: Path, durability: Durability) -> str | None:
     marker = directory / MARKER
     for _ in range(RACES):
         try:
-            descriptor = os.open(marker, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            try:
+            with opened(marker, os.O_NONBLOCK) as descriptor:
                 save_id = marked_id(directory)
                 if save_id is None:
                     continue
@@ -326,8 +326,6 @@ def _delete_marker(directory: Path, durability: Durability) -> str | None:
                 if not os.path.samestat(os.fstat(descriptor), os.stat(marker)):
                     continue
                 unlink(marker)
-            finally:
-                os.close(descriptor)
             if durability == "fsync":
                 sync_names(directory)
         except FileNotFoundError:
