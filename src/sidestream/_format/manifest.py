@@ -3,7 +3,6 @@ any. ``docs/format.md`` has the fields."""
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +15,6 @@ from .checksum import crc32
 from .marker import Marker
 from .records import (
     BLOCK_BYTES,
-    Chunk,
     CompositeEntry,
     DictKey,
     EmptyEntry,
@@ -31,7 +29,19 @@ from .records import (
     ValueEntry,
 )
 from .rows import Rows
-from .shared import PartName, Root, Shared, SharedRow, chunk_fields, line_of, parse_patterns, row_lines, value_line_of
+from .shared import (
+    PartName,
+    Root,
+    Shared,
+    SharedRow,
+    chunk_fields,
+    line_of,
+    parse_chunk,
+    parse_patterns,
+    path_fields,
+    row_lines,
+    value_line_of,
+)
 
 __all__ = [
     "entry_line",
@@ -80,7 +90,7 @@ def head_line(manifest: Manifest, torch_version: str, entries: int, *, composite
 
 
 def entry_line(fqn: str, entry: Entry) -> bytes:
-    fields = [*_entry(entry), fqn, _path(entry)]
+    fields = [*_entry(entry), fqn, path_fields(entry.path)]
     return value_line_of(fields, entry.item_bytes) if isinstance(entry, ValueEntry) else line_of(fields)
 
 
@@ -91,10 +101,6 @@ def line_around_checksums(fqn: str, entry: TensorEntry) -> tuple[bytes, bytes]:
     before, quotes, after = entry_line(fqn, entry).partition(b'""]]],')  # no other text ends a chunk
     assert quotes
     return before + quotes[:1], quotes[1:] + after
-
-
-def _path(entry: Entry) -> list[object]:
-    return [{"key": key.value} if isinstance(key, DictKey) else key for key in entry.path]
 
 
 def write_root(root: Root, torch_version: str, body: bytes) -> Iterator[bytes]:
@@ -242,7 +248,7 @@ def _sidecars(head: dict[str, Any]) -> dict[str, TensorEntry]:
     for name, file, nbytes, *checksums in _is(list, head.get("sidecars", [])):
         if _is(str, name) in found:
             raise CorruptCheckpointError("the manifest has a sidecar file twice", file=name)
-        chunk = _parse_chunk([[0], [nbytes], file, 0, nbytes, 0, *checksums])
+        chunk = parse_chunk([[0], [nbytes], file, 0, nbytes, 0, *checksums])
         found[name] = TensorEntry((name,), "uint8", chunk.sizes, (chunk,))
     return found
 
@@ -305,7 +311,7 @@ def _parse_entry(line: list[Any], composite: bool) -> tuple[str, Entry]:
     match kind:
         case "tensor":
             dtype, shape, chunks = content
-            entry = TensorEntry(path, _is(str, dtype), _ints(shape), tuple(_parse_chunk(chunk) for chunk in chunks))
+            entry = TensorEntry(path, _is(str, dtype), _ints(shape), tuple(parse_chunk(chunk) for chunk in chunks))
         case "value":
             file, offset, nbytes, node = content
             entry = ValueEntry(path, _is(str, file), _is(int, offset), _is(int, nbytes), node)
@@ -343,21 +349,6 @@ def _parse_key(key: Any) -> Key:
     if type(key) is int or type(key) is str:
         return key
     raise CorruptCheckpointError("the manifest has a path with a step that is not a key or an index")
-
-
-def _parse_chunk(chunk: list[Any]) -> Chunk:
-    offsets, sizes, file, item_offset, item_bytes, payload_offset, crcs, *digests = chunk
-    (digest,) = digests or (None,)
-    return Chunk(
-        _ints(offsets),
-        _ints(sizes),
-        _is(str, file),
-        _is(int, item_offset),
-        _is(int, item_bytes),
-        _is(int, payload_offset),
-        base64.b64decode(_is(str, crcs), validate=True),
-        digests=None if digest is None else base64.b64decode(_is(str, digest), validate=True),
-    )
 
 
 def _ints(values: Any) -> tuple[int, ...]:

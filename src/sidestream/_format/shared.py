@@ -40,7 +40,9 @@ __all__ = [
     "SharedRow",
     "chunk_fields",
     "line_of",
+    "parse_chunk",
     "parse_patterns",
+    "path_fields",
     "row_lines",
     "value_line_of",
     "write_part",
@@ -105,7 +107,41 @@ class Root:
         With ``wanted``, only these rows have chunks, and only for the boxes of ranks in ``parts``. Raises
         ``CorruptCheckpointError`` if a part lacks a box or a value that it has according to the root.
         """
-        return _join(self, parts, wanted)
+        entries: dict[str, Entry] = {}
+        for number, row in enumerate(self.shared.rows):
+            pause_point()
+            if row.fqn in entries:
+                raise CorruptCheckpointError(f"the manifest has {row.fqn!r} twice", fqn=row.fqn)
+            if row.kind == "tensor":
+                # A load reads the parts of those ranks that have what it needs. The other rows are known by name and
+                # shape only, which is enough for the comparison with the target.
+                here = wanted is None or number in wanted
+                chunks = tuple(self._chunks(parts, number, row, wanted is None)) if here else ()
+                entries[row.fqn] = TensorEntry(row.path, row.dtype, row.shape, chunks)
+            elif row.kind == "value":
+                part = parts.get(row.pattern)
+                found = None if part is None else part.values.get(number)
+                if found is not None:
+                    entries[row.fqn] = ValueEntry(row.path, *found)
+                elif wanted is None or part is not None:
+                    raise CorruptCheckpointError(f"{row.fqn}: its value is in no part of the manifest", fqn=row.fqn)
+                else:
+                    entries[row.fqn] = ValueEntry(row.path, "", 0, 0)
+            else:
+                entries[row.fqn] = row.composite or EmptyEntry(row.path)
+        return replace(self.manifest, entries=entries, ranks=len(self.parts))
+
+    def _chunks(self, parts: Mapping[int, RankPart], number: int, row: SharedRow, whole: bool) -> Iterator[Chunk]:
+        for placed in self.shared.patterns[row.pattern]:
+            part = parts.get(placed.rank)
+            if part is None and not whole:
+                continue
+            chunk = None if part is None else part.chunks.get((number, name_of(placed.offsets)))
+            if chunk is None or chunk.sizes != placed.sizes:
+                raise CorruptCheckpointError(
+                    f"{row.fqn}: its box at {placed.offsets} is in no part of the manifest", fqn=row.fqn
+                )
+            yield chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +154,30 @@ class RankPart:
     @staticmethod
     def parse(raw: bytes | bytearray) -> RankPart:
         """Parse the part of a rank. Raises ``CorruptCheckpointError``."""
-        return _parse_part(raw)
+        chunks: dict[tuple[int, str], Chunk] = {}
+        values: dict[int, tuple[str, int, int, Node]] = {}
+        lines = cast(list[bytes], raw.split(b"\n"))
+        if lines.pop() != b"":
+            raise CorruptCheckpointError("a part of the manifest is cut off")
+        try:
+            for line in lines:
+                pause_point()
+                row, offsets, *rest = json.loads(line.decode())
+                if offsets is None:
+                    # ``None`` in the place of the offsets tells a value from a chunk.
+                    file, offset, nbytes, node = rest
+                    _check(offset, nbytes)
+                    _check_row(row)
+                    values[row] = (_text(file), offset, nbytes, node)
+                    continue
+                _check_row(row)
+                chunk = parse_chunk([offsets, *rest])
+                chunks[row, name_of(chunk.offsets)] = chunk
+        except (ValueError, TypeError, RecursionError, AttributeError) as error:
+            if isinstance(error, CorruptCheckpointError):
+                raise
+            raise CorruptCheckpointError(f"a part of the manifest is damaged: {type(error).__name__}") from None
+        return RankPart(chunks, values)
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------
@@ -139,6 +198,22 @@ def chunk_fields(chunk: Chunk) -> list[object]:
     digests = [] if chunk.digests is None else [base64.b64encode(chunk.digests).decode()]
     place = (chunk.file, chunk.item_offset, chunk.item_bytes, chunk.payload_offset)
     return [chunk.offsets, chunk.sizes, *place, crcs, *digests]
+
+
+def parse_chunk(fields: Sequence[Any]) -> Chunk:
+    """Return the chunk with these fields. Raises ``CorruptCheckpointError``, ``ValueError`` and ``TypeError``."""
+    offsets, sizes, file, item_offset, item_bytes, payload_offset, crcs, *digests = fields
+    _check(item_offset, item_bytes, payload_offset, *offsets, *sizes)
+    (digest,) = digests or (None,)
+    return Chunk(
+        tuple(offsets), tuple(sizes), _text(file), item_offset, item_bytes, payload_offset,
+        base64.b64decode(crcs, validate=True),
+        digests=None if digest is None else base64.b64decode(digest, validate=True),
+    )  # fmt: skip
+
+
+def path_fields(path: Sequence[Key]) -> list[object]:
+    return [{"key": key.value} if isinstance(key, DictKey) else key for key in path]
 
 
 def line_of(content: object) -> bytes:
@@ -201,42 +276,9 @@ def _has_long_string(content: object) -> bool:
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
 
 
-def _parse_part(raw: bytes | bytearray) -> RankPart:
-    chunks: dict[tuple[int, str], Chunk] = {}
-    values: dict[int, tuple[str, int, int, Node]] = {}
-    lines = cast(list[bytes], raw.split(b"\n"))
-    if lines.pop() != b"":
-        raise CorruptCheckpointError("a part of the manifest is cut off")
-    try:
-        for line in lines:
-            pause_point()
-            row, offsets, *rest = json.loads(line.decode())
-            if offsets is None:
-                # ``None`` in the place of the offsets tells a value from a chunk.
-                file, offset, nbytes, node = rest
-                _check(offset, nbytes)
-                _check_row(row)
-                values[row] = (_text(file), offset, nbytes, node)
-                continue
-            sizes, file, item_offset, item_bytes, payload_offset, crcs, *digests = rest
-            _check(item_offset, item_bytes, payload_offset, *offsets, *sizes)
-            _check_row(row)
-            (digest,) = digests or (None,)
-            chunks[row, name_of(tuple(offsets))] = Chunk(
-                tuple(offsets), tuple(sizes), _text(file), item_offset, item_bytes, payload_offset,
-                base64.b64decode(crcs, validate=True),
-                digests=None if digest is None else base64.b64decode(digest, validate=True),
-            )  # fmt: skip
-    except (ValueError, TypeError, RecursionError, AttributeError) as error:
-        if isinstance(error, CorruptCheckpointError):
-            raise
-        raise CorruptCheckpointError(f"a part of the manifest is damaged: {type(error).__name__}") from None
-    return RankPart(chunks, values)
-
-
 def _check(*numbers: Any) -> None:
     if any(type(number) is not int for number in numbers):
-        raise CorruptCheckpointError("a part of the manifest has another type in place of a number")
+        raise CorruptCheckpointError("the manifest has another type in place of a number")
 
 
 def _check_row(number: Any) -> None:
@@ -247,7 +289,7 @@ def _check_row(number: Any) -> None:
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise CorruptCheckpointError("a part of the manifest has another type in place of a name")
+        raise CorruptCheckpointError("the manifest has another type in place of a name")
     return value
 
 
@@ -256,7 +298,6 @@ def _text(value: Any) -> str:
 
 def row_lines(shared: Shared) -> Iterator[bytes]:
     for row in shared.rows:
-        path = [{"key": key.value} if isinstance(key, DictKey) else key for key in row.path]
         content: object = "dict"
         if row.kind == "tensor":
             content = [row.dtype, row.shape, row.pattern]
@@ -264,7 +305,7 @@ def row_lines(shared: Shared) -> Iterator[bytes]:
             content = row.pattern
         elif row.composite is not None:
             content = row.composite.content
-        yield line_of([row.kind, content, row.fqn, path])
+        yield line_of([row.kind, content, row.fqn, path_fields(row.path)])
 
 
 def parse_patterns(lines: Sequence[bytes], ranks: int) -> tuple[tuple[PlacedBox, ...], ...]:
@@ -279,42 +320,3 @@ def _placed(one: Any, ranks: int) -> PlacedBox:
     if not 0 <= rank < ranks or len(offsets) != len(sizes):
         raise CorruptCheckpointError("the manifest has an invalid box")
     return PlacedBox(rank, tuple(offsets), tuple(sizes))
-
-
-def _join(root: Root, parts: Mapping[int, RankPart], wanted: Collection[int] | None = None) -> Manifest:
-    entries: dict[str, Entry] = {}
-    for number, row in enumerate(root.shared.rows):
-        pause_point()
-        if row.fqn in entries:
-            raise CorruptCheckpointError(f"the manifest has {row.fqn!r} twice", fqn=row.fqn)
-        if row.kind == "tensor":
-            # A load reads the parts of those ranks that have what it needs. The other rows are known by name and shape
-            # only, which is enough for the comparison with the target.
-            here = wanted is None or number in wanted
-            chunks = tuple(_chunks(root, parts, number, row, wanted is None)) if here else ()
-            entries[row.fqn] = TensorEntry(row.path, row.dtype, row.shape, chunks)
-        elif row.kind == "value":
-            part = parts.get(row.pattern)
-            found = None if part is None else part.values.get(number)
-            if found is not None:
-                entries[row.fqn] = ValueEntry(row.path, *found)
-            elif wanted is None or part is not None:
-                raise CorruptCheckpointError(f"{row.fqn}: its value is in no part of the manifest", fqn=row.fqn)
-            else:
-                entries[row.fqn] = ValueEntry(row.path, "", 0, 0)
-        else:
-            entries[row.fqn] = row.composite or EmptyEntry(row.path)
-    return replace(root.manifest, entries=entries, ranks=len(root.parts))
-
-
-def _chunks(root: Root, parts: Mapping[int, RankPart], number: int, row: SharedRow, whole: bool) -> Iterator[Chunk]:
-    for placed in root.shared.patterns[row.pattern]:
-        part = parts.get(placed.rank)
-        if part is None and not whole:
-            continue
-        chunk = None if part is None else part.chunks.get((number, name_of(placed.offsets)))
-        if chunk is None or chunk.sizes != placed.sizes:
-            raise CorruptCheckpointError(
-                f"{row.fqn}: its box at {placed.offsets} is in no part of the manifest", fqn=row.fqn
-            )
-        yield chunk
