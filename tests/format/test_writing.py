@@ -226,7 +226,7 @@ def test_layout_and_sealing(sizes: list[int], window_blocks: int, random) -> Non
             for number, placed in enumerate(shard.items):
                 content = bytes([number + 1]) * placed.frame.payload_bytes
                 blocks = [content[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES)]
-                assert sealer.crcs[number] == checksum.pack_crcs([zlib.crc32(block) for block in blocks])
+                assert sealer.sums.crcs[number] == checksum.pack_crcs([zlib.crc32(block) for block in blocks])
             assert sealer.sums.whole(shard) == zlib.crc32(image)
             images.append(image)
         assert images[0] == images[1]

@@ -67,6 +67,14 @@ class Slice(NamedTuple):
     at: int
 
 
+def _distinct(tensors: Sequence[OutTensor]) -> list[OutTensor]:
+    """Return the tensors, of tied ones only the first."""
+    found: dict[object, OutTensor] = {}
+    for one in tensors:
+        found.setdefault(one.identity, one)
+    return list(found.values())
+
+
 class TargetFile(WindowedFile, Protocol):
     def slices(self, index: int) -> Iterator[Slice]:
         """Yield the slices of payloads in a window, which have to be filled before it is sealed."""
@@ -150,19 +158,15 @@ def torch_file(
 ) -> Written:
     """Return one file with all tensors and values, nested by their paths and in this order. Tied tensors share a
     storage."""
-    distinct: dict[object, int] = {}
-    first: list[OutTensor] = []
-    file = TorchFile()
+    # As ``torch.save`` does: tied tensors refer to one storage, and ``torch.load`` ties them again.
+    first = _distinct(tensors)
+    numbers = {one.identity: number for number, one in enumerate(first)}
+    file = TorchFile([one.nbytes for one in first])
     leaves: dict[str, tuple[tuple[Key, ...], object]] = {}
     for one in tensors:
-        # As ``torch.save`` does: tied tensors refer to one storage, and ``torch.load`` ties them again.
-        number = distinct.setdefault(one.identity, len(first))
-        if number == len(first):
-            first.append(one)
-        leaves[one.fqn] = (one.path, file.tensor(one.dtype, one.shape, number))
-    file.sizes = [one.nbytes for one in first]
+        leaves[one.fqn] = (one.path, file.tensor(one.dtype, one.shape, numbers[one.identity]))
     for value in values:
-        leaves[value.fqn] = (value.path, file.empty() if value.empty else file.value(value.node))
+        leaves[value.fqn] = (value.path, file.empty if value.empty else file.value(value.node))
     archive = file.archive(assemble(leaves[fqn] for fqn in order), _ALIGN_BYTES)
     pieces = [
         (offset, nbytes, first[content] if isinstance(content, int) else content)
@@ -263,10 +267,7 @@ class DcpTarget:
         window_bytes: int,
     ) -> None:
         self._tensors, self._values = tensors, values
-        distinct: dict[object, OutTensor] = {}
-        for one in tensors:
-            distinct.setdefault(one.identity, one)
-        items = list(distinct.values())
+        items = _distinct(tensors)
         looks = ((one.dtype, one.shape) for one in items)
         layouts = ShardLayout.lay_out(looks, shard_bytes, window_bytes)
         self.shards: list[_DcpShard] = []

@@ -301,14 +301,9 @@ class Sealer:
         self._cut: dict[int, list[int | None]] = {}
         self._parts: dict[int, dict[int, tuple[int, int]]] = {}
         self._numbers = {window.start: number for number, window in enumerate(layout.windows)}
-        self._windows = [0] * len(layout.windows)
-        self.crcs: list[bytes] = [b""] * len(layout.items)
-        """The packed CRCs of the blocks of each item. Complete when every window has been sealed."""
-        self.digests: list[bytes] = [] if digest is None else [b""] * len(layout.items)
-
-    @property
-    def sums(self) -> BlockSums:
-        return BlockSums(self.crcs, self.digests, self._windows)
+        nothing: list[bytes] = [b""] * len(layout.items)
+        self.sums = BlockSums(nothing, [] if digest is None else nothing.copy(), [0] * len(layout.windows))
+        """The checksums of the blocks. Complete when every window has been sealed."""
 
     def seal(
         self,
@@ -328,7 +323,7 @@ class Sealer:
         while index < window.last:
             written, crcs = self._seal_small(view, window, written, index)
             if crcs:
-                self.crcs[index : index + len(crcs)] = crcs
+                self.sums.crcs[index : index + len(crcs)] = crcs
                 index += len(crcs)
                 yield
                 continue
@@ -352,12 +347,12 @@ class Sealer:
                 blocks, crc = self._collect(index, item, window, blocks, (crc, end - start), wait)
             if item.end <= window.end:
                 _write(view, window, item.trailer_offset, item.frame.trailer(crc))
-                self.crcs[index] = pack_crcs(blocks)
+                self.sums.crcs[index] = pack_crcs(blocks)
             written = min(item.end, window.end)
             index += 1
             yield
         _write(view, window, written, bytes(window.end - written))
-        self._windows[self._numbers[window.start]] = total.up_to(window.end - window.start)
+        self.sums.windows[self._numbers[window.start]] = total.up_to(window.end - window.start)
 
     def _seal_small(self, view: memoryview, window: Window, written: int, index: int) -> tuple[int, list[bytes]]:
         """Seal the run of small items that begins with item ``index``, if there is one (``seal_run``)."""
@@ -374,13 +369,13 @@ class Sealer:
             return
         leaves = [self._digest(view[start:end]) for start, end in _blocks(window, item)]
         if item.item_offset >= window.start and item.trailer_offset < window.end:
-            self.digests[index] = b"".join(leaves)
+            self.sums.digests[index] = b"".join(leaves)
             return
         with self._changed:
             known = self._leaves.setdefault(index, {})
             known.update(enumerate(leaves, _first_block(window, item)))
             if len(known) == block_count(item.frame.payload_bytes):
-                self.digests[index] = b"".join(known[block] for block in range(len(known)))
+                self.sums.digests[index] = b"".join(known[block] for block in range(len(known)))
 
     def _collect(
         self,

@@ -19,29 +19,26 @@ class _Leaf(NamedTuple):
 
 class TorchFile:
     """A file. ``tensor``, ``value`` and ``empty`` return its leaves, which ``archive`` takes in nested containers.
-    ``sizes`` are the bytes of the payloads by number, and are set before the first ``value``."""
+    ``sizes`` are the bytes of the payloads by number."""
 
-    def __init__(self) -> None:
-        self.sizes: Sequence[int] = ()
-        self._storages: list[bytes] = []  # those of values have the numbers after the payloads
+    empty: object = _Leaf(p.EMPTY_DICT)
+    """An empty dict."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+        self._storages = [b""] * len(sizes)  # those of values have the numbers after the payloads
 
     def tensor(self, dtype: str, shape: tuple[int, ...], number: int) -> object:
         """Return a tensor over the payload ``number``."""
         return _Leaf(tensor_pickle(dtype, shape, str(number)))
 
     def value(self, node: Node) -> object:
-        if not self._storages:
-            self._storages = [b""] * len(self.sizes)
         return _Leaf(pickle_part(node, self._storages))
-
-    def empty(self) -> object:
-        """Return an empty dict."""
-        return _Leaf(p.EMPTY_DICT)
 
     def archive(self, tree: dict[Any, Any], align: int) -> Archive:
         """Return the layout of the file. The content of every record begins at a multiple of ``align`` bytes."""
         pickled = b"\x80\x02" + _pickle_tree(tree) + b"."
-        return Archive(pickled, self._storages[len(self.sizes) :], self.sizes, align)
+        return Archive(pickled, self._storages[len(self._sizes) :], self._sizes, align)
 
 
 def _pickle_tree(node: Any) -> bytes:
