@@ -53,6 +53,7 @@ from .targets import (
     safetensors_files,
     torch_file,
 )
+from .windows import PlainFiles
 
 __all__ = [
     "ConvertReport",
@@ -235,12 +236,13 @@ async def _convert(
         replaces_export=request.replaces,
         operation=ranks,
     )
-    layout = _ConvertedLayout(save, files, selection)
-    sizes = {file.name: file.nbytes for file in layout.data_files}
+    data_files = files.data_files if isinstance(files, DcpTarget) else files
+    sizes = {file.name: file.nbytes for file in data_files}
+    layout = _DcpLayout(save, files, selection) if isinstance(files, DcpTarget) else PlainFiles(sizes)
 
     async def write() -> None:
         await save.begin(sum(sizes.values()))
-        await pipeline.write(layout.data_files, save.transaction)
+        await pipeline.write(data_files, save.transaction)
         await request.before_commit()
 
     # Two ways to the same commit. Alone: this process writes all files. With other ranks: each writes some, and rank 0
@@ -248,7 +250,7 @@ async def _convert(
     if ranks is None:
         await run_here(save, write, layout)
     else:
-        sizes = await _run_divided(save, layout.data_files, pipeline, selection, request)
+        sizes = await _run_divided(save, data_files, pipeline, selection, request)
 
     def report() -> ConvertReport:
         return ConvertReport(
@@ -298,31 +300,25 @@ def _without_place(opened: Source, taken: Mapping[str, bytes], request: ConvertR
     return [] if request.verb == "export" else [name for name in opened.manifest.sidecars if name not in taken]
 
 
-class _ConvertedLayout:
-    """The layout of converted files. Only a checkpoint gets a manifest and a marker."""
+@dataclass(frozen=True, slots=True)
+class _DcpLayout:
+    """The layout of a converted checkpoint, which gets a manifest and a marker."""
 
-    def __init__(self, save: Save, files: Sequence[TargetFile] | DcpTarget, selection: Selection) -> None:
-        self._save = save
-        self._dcp = files if isinstance(files, DcpTarget) else None
-        self._selection = selection
-        self.data_files = files.data_files if isinstance(files, DcpTarget) else files
+    save: Save
+    target: DcpTarget
+    selection: Selection
 
     def receipt(self, plan: None, written: None, stop: Stop) -> RankReceipt:
-        names = {file.name: self._save.transaction.committed_name(file.name) for file in self.data_files}
-        crcs = {} if self._dcp is None else self._dcp.crcs(names)
-        return RankReceipt({names[file.name]: file.nbytes for file in self.data_files}, names, crcs)
+        files = self.target.data_files
+        names = {file.name: self.save.transaction.committed_name(file.name) for file in files}
+        return RankReceipt({names[file.name]: file.nbytes for file in files}, names, self.target.crcs(names))
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
-        if self._dcp is None:
-            return {}
         (receipt,) = receipts
-        entries = self._dcp.entries(self._selection.order, receipt.content)
-        containers = self._selection.containers
-        about = Manifest(
-            self._save.save_id, entries, dict(receipt.files), file_crcs=receipt.crcs, containers=containers
-        )
-        manifest = self._save.with_sidecars(about)
-        return {**self._save.sidecar_files(), **commit_files(manifest, self._save.order.saved_at)}
+        save, entries = self.save, self.target.entries(self.selection.order, receipt.content)
+        containers = self.selection.containers
+        about = Manifest(save.save_id, entries, dict(receipt.files), file_crcs=receipt.crcs, containers=containers)
+        return {**save.sidecar_files(), **commit_files(save.with_sidecars(about), save.order.saved_at)}
 
 
 # --- with other ranks -------------------------------------------------------------------------------------------------

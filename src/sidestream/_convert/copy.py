@@ -25,7 +25,6 @@ from .._runtime.caller import run_by_caller
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
 from .._runtime.threads import Deadline, Stop, holding_gil, io_threads, paced, pause_point, time_limit
-from .._save.operation import RankReceipt
 from .._save.running import Save, SaveOrder
 from .._save.task import run_here
 from .._storage import (
@@ -41,7 +40,7 @@ from .._storage import (
 )
 from ..errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError, StorageError
 from ..options import Durability, Progress, Storage, check_budget, check_choice, check_timeout
-from .windows import WINDOWS, WindowedFile, Windows
+from .windows import WINDOWS, PlainFiles, WindowedFile, Windows
 
 __all__ = ["CopyReport", "copy", "remove"]
 
@@ -147,7 +146,7 @@ async def copy(
                 await save.begin(sum(found.sizes.values()))
                 return await copying.write(save.transaction)
 
-            await run_here(save, write, _CopiedLayout(found.sizes))
+            await run_here(save, write, PlainFiles(found.sizes))
         return found
 
     async def work() -> _Found:
@@ -347,20 +346,6 @@ def _by_file(pieces: Iterable[Piece]) -> tuple[dict[str, list[Piece]], set[str]]
         elif piece.nbytes:
             before.append(piece)
     return found, left_out
-
-
-@dataclass(frozen=True, slots=True)
-class _CopiedLayout:
-    """The layout of copied files, which keep their names and their ``.metadata``."""
-
-    sizes: Mapping[str, int]
-
-    def receipt(self, plan: None, written: bytes | None, stop: Stop) -> RankReceipt:
-        return RankReceipt(self.sizes, written)
-
-    def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
-        (receipt,) = receipts
-        return {} if receipt.content is None else {METADATA_NAME: [receipt.content]}
 
 
 @dataclass(slots=True)

@@ -19,7 +19,6 @@ from .._layout.save_layout import SavePlan
 from .._runtime.public import public
 from .._runtime.threads import Stop, current_deadline, io_threads, report
 from .._runtime.torch_probes import dtype_from_name
-from .._save.operation import RankReceipt
 from .._save.running import Save, SaveOrder
 from .._save.task import run_here
 from .._staging import SnapshotReader
@@ -50,6 +49,7 @@ from .selection import Selection
 from .source import Source, holds, newer_generation, open_source
 from .streamed import Stream, pieces_of
 from .targets import OutTensor, safetensors_layout
+from .windows import PlainFiles
 
 __all__ = ["HF"]
 
@@ -185,19 +185,6 @@ def _choose(export: HF, candidates: Sequence[_Candidate], url: str) -> Selection
     return replace(found, order=list(found.origin), cast=tuple(cast), wholes=tuple(found.origin))
 
 
-@dataclass(frozen=True, slots=True)
-class _WrittenLayout:
-    """The layout of an export that is written. It has no manifest."""
-
-    nbytes: int
-
-    def receipt(self, plan: None, written: None, stop: Stop) -> RankReceipt:
-        return RankReceipt({"": self.nbytes}, None)
-
-    def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
-        return {}
-
-
 @dataclass(slots=True)
 class _Sink:
     """The export of one save. ``replaces``: it replaces an earlier export."""
@@ -261,7 +248,7 @@ class _Sink:
         assert own is not None
         # Right before the commit, and again after the one in ``prepare``: a newer generation of the step may have been
         # exported meanwhile, and must not be replaced by this one.
-        await run_here(own, partial(self._check_newest, save), _WrittenLayout(read.nbytes))
+        await run_here(own, partial(self._check_newest, save), PlainFiles({"": read.nbytes}))
         return read
 
     async def undo(self, error: BaseException) -> None:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
+from .._format.marker import METADATA_NAME
 from .._runtime.memory_maps import MemoryMap, wait_unmapped
 from .._runtime.tasks import first_error
 from .._runtime.threads import Deadline, Stop, current_deadline, write_threads
+from .._save.operation import RankReceipt
 from .._storage import Transaction
 from ..errors import ClosedError, allocating
 
-__all__ = ["WINDOWS", "WindowedFile", "Windows"]
+__all__ = ["WINDOWS", "PlainFiles", "WindowedFile", "Windows"]
 
 WINDOWS = 4
 """The number of windows that are in memory at the same time."""
@@ -75,6 +77,21 @@ class _Part:
 
     def release(self) -> None:
         self.filled = Future()  # the old future refers to the memory
+
+
+@dataclass(frozen=True, slots=True)
+class PlainFiles:
+    """The layout of files that have no manifest, or keep the one that they had. The ``.metadata``, if there is one, is
+    what was written."""
+
+    sizes: Mapping[str, int]
+
+    def receipt(self, plan: None, written: bytes | None, stop: Stop) -> RankReceipt:
+        return RankReceipt(self.sizes, written)
+
+    def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
+        (receipt,) = receipts
+        return {} if receipt.content is None else {METADATA_NAME: [receipt.content]}
 
 
 @dataclass(frozen=True, slots=True)
