@@ -295,7 +295,7 @@ class StorageWriter(DcpStorageWriter):
         """Warn of values that readers refuse by default, once for each name."""
         if self._trust == "pickle":
             return
-        refused = {fqn: why for fqn, why in {**outgoing.refused, **outgoing.opaque}.items() if fqn not in self._warned}
+        refused = {fqn: why for fqn, why in outgoing.refused.items() if fqn not in self._warned}
         self._warned.update(refused)
         warn_of_refused(refused, url, _REMEDY)
 

@@ -15,8 +15,8 @@ from ..._format.shard import BlockSums, ShardLayout
 from ..._format.values import ValueItems
 from ..._runtime.pauses import collected, pause_point
 from ..._runtime.torch_probes import view_key
-from ..._staging import ImageLayout, PlanCache
-from ..save_layout import SHARD_BYTES, PlannedFiles, converted_to, window_bytes_for, window_copies
+from ..._staging import PlanCache
+from ..save_layout import SHARD_BYTES, PlannedFiles, converted_to, images_of, window_bytes_for
 from .assign import Assignment
 from .rank_table import Box, EncodedValues, LocalTable
 
@@ -89,8 +89,8 @@ class RankPlan(PlannedFiles):
             fqn = table.held.rows[number].fqn
             places.append((row, fqn, *items.add(fqn, node), node))
         items.check()
-        images = _images(layout, tensors)
-        return cls(rank, layout.shards, tuple(images), items.content(), layout, tuple(places))
+        images = images_of(layout.shards, tensors, [source.dtype for source in layout.sources])
+        return cls(rank, layout.shards, images, items.content(), layout, tuple(places))
 
     def chunks(self, sums: Sequence[BlockSums], names: Mapping[str, str]) -> Iterator[tuple[int, str, Chunk]]:
         """Yield row among the rows of all ranks, FQN and chunk. ``sums`` has the checksums of each shard, and ``names``
@@ -107,18 +107,6 @@ def _tensor(source: torch.Tensor, piece: _Source) -> torch.Tensor:
     for dim, (start, size) in enumerate(zip(piece.start, piece.sizes, strict=True)):
         source = source.narrow(dim, start, size)
     return source
-
-
-def _images(layout: RankLayout, tensors: Sequence[torch.Tensor]) -> list[ImageLayout]:
-    images: list[ImageLayout] = []
-    dtypes = [source.dtype for source in layout.sources]
-    before = 0
-    for shard in layout.shards:
-        for window in shard.windows:
-            copies = collected(window_copies(shard, window, before, tensors, dtypes))
-            images.append(ImageLayout(window.end - window.start, tuple(copies)))
-        before += len(shard.items)
-    return images
 
 
 def _lay_out(table: LocalTable, assignment: Assignment, window_bytes: int) -> RankLayout:
