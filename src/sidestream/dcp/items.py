@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,14 +33,13 @@ from ..errors import (
 )
 from .metadata import PackedReceipt, Receipt, TensorReceipt, ValueReceipt
 
-__all__ = ["Outgoing", "warn_of_refused"]
+__all__ = ["Outgoing"]
 
 _BUDGET_BYTES = 256 << 20
 _GROUP_BYTES = 512 << 20  # a planner may make tensors when it resolves them: two groups of them exist at a time
 _VALUES_BYTES = 64 << 20
 _NODE_BYTES = 1 << 20  # a larger value is only in its item, and not in the manifest too
 _NO_LIMIT = 1 << 62
-_LISTED = 8
 _GRACE_S = 5.0
 
 
@@ -70,8 +68,7 @@ class Outgoing:
         rank: int,
         extensions: Sequence[object],
         save: Save,
-        *,
-        allow: Set[str] = frozenset(),
+        allow: Set[str],
     ) -> None:
         """``allow`` has the names of the types that readers will be allowed to make."""
         self.refused: dict[str, str] = {}
@@ -264,16 +261,3 @@ def _check(tensor: torch.Tensor, item: WriteItem, *, held: bool) -> None:
 def _planned_bytes(item: WriteItem) -> int:
     planned = item.tensor_data
     return 0 if planned is None else math.prod(planned.chunk.sizes) * planned.properties.dtype.itemsize
-
-
-def warn_of_refused(refused: Mapping[str, str], url: str, remedy: str) -> None:
-    """Warn once, at the save, of all values that a reader without options would refuse."""
-    if not refused:
-        return
-    listed = [f"{fqn} ({why})" for fqn, why in list(refused.items())[:_LISTED]]
-    more = f", and {len(refused) - _LISTED} more" if len(refused) > _LISTED else ""
-    warnings.warn(
-        f"{url}: sidestream refuses to load {len(refused)} of the values by default, because they are not plain data: "
-        f"{', '.join(listed)}{more}. They are saved, and stock DCP loads them. {remedy}",
-        stacklevel=2,
-    )
