@@ -43,9 +43,9 @@ __all__ = [
     "locate",
     "locate_all",
     "located",
-    "opaque_errors",
     "read_as_saved",
     "read_item",
+    "read_value",
     "read_values",
     "refuse_opaque",
     "unpack_chunk",
@@ -154,8 +154,7 @@ class _Locating(Generic[K]):
                         self._open(item, Ends(b"", b"", 0))
         items.sort(key=lambda item: (item[3].file, item[3].item_offset))
         found: list[_Zips] = []
-        for item in items:
-            pause_point()
+        for item in paced(items):
             if not (found and _join(found[-1], item[3])):
                 found.append(_zips(item))
             else:
@@ -315,8 +314,7 @@ async def refuse_opaque(
 
 def _opaque_errors(entries: Mapping[str, OpaqueEntry], errors: Mapping[str, Unlocated]) -> dict[str, Unlocated]:
     found: dict[str, Unlocated] = {}
-    for fqn, entry in entries.items():
-        pause_point()
+    for fqn, entry in paced(entries.items()):
         refusal = entry.refusal(fqn) or errors.get(fqn)
         found[fqn] = refusal or UnsupportedCheckpointError(
             f"{fqn}: it was saved with dtype {entry.dtype}, which this version does not read; load it with "
@@ -339,9 +337,7 @@ async def check_item_records(
     format is damaged. Raises ``UnsupportedCheckpointError`` for a tensor of a kind that this version does not read,
     whose checksums are right. Types that a load accepts only with ``allow`` are not checked. All calls for one
     checkpoint share ``budgets``."""
-    if isinstance(item, ValueEntry) and item.item_bytes > MAX_VALUE_BYTES:
-        raise CorruptCheckpointError(f"{fqn}: a plain value of {item.item_bytes} bytes", file=item.file, fqn=fqn)
-    raw = await read_item(source, item)
+    raw = await (read_value(source, fqn, item) if isinstance(item, ValueEntry) else read_item(source, item))
 
     def check() -> bool:
         with _about(item, fqn):
@@ -369,12 +365,8 @@ async def check_opaque_item(source: RangeSource, fqn: str, chunk: Chunk, budgets
     if it is not compressed. All calls for one checkpoint share ``budgets``."""
     if chunk.transform:
         raw = await read_item(source, chunk)
-
-        def check_unpacked() -> None:
-            with _about(chunk, fqn):
-                _check_records(budgets.tensors.unpack(raw, may_expand(len(raw))))
-
-        await io_threads().run(check_unpacked)
+        with _about(chunk, fqn):
+            await io_threads().run(lambda: _check_records(budgets.tensors.unpack(raw, may_expand(len(raw)))))
         return
     item = SourceFile(source, chunk.file, chunk.item_bytes, chunk.item_offset)
 
@@ -447,9 +439,7 @@ async def _read_value(
             f"{fqn}: a planner wrote it as bytes in its own format, which only that planner can read; load it with "
             "sidestream.dcp.StorageReader and that planner"
         )
-    if entry.item_bytes > MAX_VALUE_BYTES:
-        raise CorruptCheckpointError(f"{fqn}: a plain value of {entry.item_bytes} bytes", file=entry.file, fqn=fqn)
-    raw = await read_item(source, entry)
+    raw = await read_value(source, fqn, entry)
     return await io_threads().run(_open_value, raw, fqn, entry, allow, trust, budgets)
 
 
@@ -503,6 +493,14 @@ def _about(item: Chunk | ValueEntry, fqn: str) -> Iterator[None]:
         error.within(fqn, f" ({item.file}, byte {item.item_offset})")
         error.about(fqn=fqn, file=item.file, offset=item.item_offset)
         raise
+
+
+async def read_value(source: RangeSource, fqn: str, entry: ValueEntry) -> bytearray:
+    """Return all bytes of a value, as they are in the file. Raises ``CorruptCheckpointError`` for one that is too
+    large to be read."""
+    if entry.item_bytes > MAX_VALUE_BYTES:
+        raise CorruptCheckpointError(f"{fqn}: a plain value of {entry.item_bytes} bytes", file=entry.file, fqn=fqn)
+    return await read_item(source, entry)
 
 
 async def read_item(source: RangeSource, item: Chunk | ValueEntry) -> bytearray:
