@@ -104,10 +104,6 @@ class _Layout:
     tensors: _Tensors
     newest: tuple[tuple[Any, ...], _Description] | None = None
 
-    def images(self, tensors: Sequence[torch.Tensor]) -> list[ImageLayout]:
-        """Return the images of ``tensors``."""
-        return [window.over(tensors) for window in self.windows]
-
     def describe(self, outline: tuple[Any, ...], leaves: Callable[[], Sequence[Leaf]]) -> _Description:
         """Describe a state dict with these tensors. Raises ``UnsafeObjectError``, ``KeyCollisionError`` and
         ``InvalidOptionError``."""
@@ -274,9 +270,9 @@ class SavePlan(PlannedFiles):
                     entries[fqn] = ValueEntry(path, _VALUES_FILE, *items.add(fqn, node), node)
                 pause_point()
             items.check()
-        images = layout.images(tensors)
+        images = tuple(window.over(tensors) for window in layout.windows)
         content = items.content()
-        return cls(_RANK, description.shards, tuple(images), content, description, entries, captured.containers)
+        return cls(_RANK, description.shards, images, content, description, entries, captured.containers)
 
 
 def window_bytes_for(total: int, budget_bytes: int) -> int:
@@ -334,20 +330,14 @@ def _windows(
             numbers, offsets, sizes, skips = zip(*pieces, strict=True) if pieces else ((),) * 4
             sources = tuple(items[before + number] for number in numbers)
             into = tuple(collected((converted_to(tensors[one], dtypes[one]) for one in sources), _EVERY))
-            copies = zip(map(tensors.__getitem__, sources), offsets, sizes, repeat(None), skips, into)
+            copies = map(Copy, map(tensors.__getitem__, sources), offsets, sizes, repeat(None), skips, into)
             # Computed once, when the plan is made: a known plan then copies small tensors in C, from addresses that are
-            # read at the time of the copy.
-            starts = collected(_start(Copy(*copy)) for copy in copies)
+            # read at the time of the copy. Starts in the storages are the same for tensors with the same look.
+            starts = collected(raw_start(copy) if copy.source.is_cpu else None for copy in copies)
             columns = columns_of(offsets, sizes, starts, skips, into)
             windows.append(_Window(window.end - window.start, sources, columns))
         before += len(shard.items)
     return windows
-
-
-def _start(copy: Copy) -> int | None:
-    """Return the start of the bytes in their storage, for a source in host memory. It is the same for tensors with the
-    same look."""
-    return raw_start(copy) if copy.source.is_cpu else None
 
 
 def _encode(fqn: str, value: Any) -> Node:
