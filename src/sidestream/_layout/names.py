@@ -67,10 +67,7 @@ def selected(names: Iterable[str], select: str | Collection[str] | None, url: st
     plain, globs = _by_kind(patterns)
     unused = dict.fromkeys(patterns)
     found: list[str] = []
-    there: list[str] = []
     for name in names:
-        if len(there) <= _FEW:
-            there.append(name)
         if taken := name in plain:
             unused.pop(name, None)
         for pattern, matches in globs.items():
@@ -82,7 +79,7 @@ def selected(names: Iterable[str], select: str | Collection[str] | None, url: st
             found.append(name)
         pause_point()
     if unused or not patterns:
-        has = ", ".join(there[:_FEW]) + (", ..." if len(there) > _FEW else "") or "no names"
+        has = ", ".join(names[:_FEW]) + (", ..." if len(names) > _FEW else "") or "no names"
         raise MissingKeysError(
             f"{url}: no name matches {', '.join(unused) or 'an empty selection'}; it has {has}", list(unused)
         )
@@ -197,11 +194,12 @@ def consistent(paths: Mapping[str, tuple[Key, ...]], url: str) -> dict[str, tupl
     # same holds for a list that has lost an element.
     containers: set[int] = set()
     lists: dict[int, set[str]] = {}
-    for path in paced(paths.values()):
+    for path in paths.values():
         for place, key in zip(places.of(path), path, strict=False):
             containers.add(place)
             if type(key) is int:
                 lists.setdefault(place, set())
+        pause_point()
     for fqn, path in paths.items():
         *outer, own = places.of(path)
         if own in containers:
