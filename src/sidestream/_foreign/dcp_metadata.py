@@ -25,7 +25,7 @@ from .._format.records import (
     itemsize,
     name_of,
 )
-from .._runtime.pauses import chunked, collected, pause_point
+from .._runtime.pauses import collected, paced, pause_point
 from ..errors import CorruptCheckpointError, UnsupportedCheckpointError
 from .pickles.tensors import DtypeNames, is_dtype
 from .pickles.unpickle import Global, Limits, Pairs, PickledCall, decode
@@ -34,6 +34,7 @@ from .transforms import check_transforms
 __all__ = ["DcpDescription", "differences", "read_dcp_description", "read_dcp_metadata", "with_opaque_entries"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
+_TENSOR = f"{_METADATA}.TensorStorageMetadata"
 _LEGACY = "torch.distributed._shard.sharded_tensor.metadata"
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 
@@ -55,7 +56,6 @@ _PROPERTIES = frozenset({f"{_METADATA}.TensorProperties", f"{_LEGACY}.TensorProp
 _LIMITS = Limits(integer_bytes=9, depth=None)
 _MAX_ATTRIBUTES = 64
 _FREED_IN_A_STEP = 64
-_MANY = 256
 
 _Index = tuple[str, str]
 """An FQN and the name of the offsets (``name_of``), which is empty for a value."""
@@ -119,15 +119,17 @@ def read_dcp_description(data: bytes | bytearray) -> DcpDescription:
     entries = _entries(metadata, locations)
     paths = _paths(metadata.get("planner_data")) or {}
     meta = metadata.get("storage_meta")
-    described = _pairs(metadata.get("state_dict_metadata"), "state_dict_metadata")
-    properties = collected(_properties(*one) if _is_tensor(one[1]) else None for one in described)
+    described = paced(_pairs(metadata.get("state_dict_metadata"), "state_dict_metadata"))
+    properties = (
+        _properties(key, one) for key, one in described if isinstance(one, PickledCall) and one.function == _TENSOR
+    )
     return DcpDescription(
         entries=entries,
         attributes={name: one for name, one in metadata.items() if one is None or isinstance(one, str)},
         storage_meta=None if meta is None else _attributes(meta, f"{_METADATA}.StorageMeta"),
         pathless=frozenset(entries.keys() - paths.keys()),
         spare=frozenset(fqn for fqn, _ in locations) | (paths.keys() - entries.keys()),
-        properties=dict(filter(None, properties)),
+        properties=dict(properties),
         hints=dict(hints),
     )
 
@@ -150,14 +152,10 @@ def _entries(metadata: Mapping[str, object], locations: dict[_Index, _Location])
     return entries
 
 
-def _is_tensor(described: object) -> bool:
-    return isinstance(described, PickledCall) and described.function == f"{_METADATA}.TensorStorageMetadata"
-
-
 def _properties(key: object, described: object) -> tuple[str, tuple[object, ...]]:
     """Return the FQN and the properties as torch pickles them: a tuple with the text or number of each object."""
     fqn = _fqn(key)
-    properties = _attributes(described, f"{_METADATA}.TensorStorageMetadata", fqn).get("properties")
+    properties = _attributes(described, _TENSOR, fqn).get("properties")
     state = properties.state if isinstance(properties, PickledCall) else None
     if not isinstance(state, tuple) or len(state) > _MAX_ATTRIBUTES:
         return fqn, (None,)
@@ -167,7 +165,7 @@ def _properties(key: object, described: object) -> tuple[str, tuple[object, ...]
 def _tensor_entry(
     fqn: str, path: tuple[Key, ...], described: object, locations: dict[_Index, _Location]
 ) -> TensorEntry | OpaqueEntry:
-    attributes = _attributes(described, f"{_METADATA}.TensorStorageMetadata", fqn)
+    attributes = _attributes(described, _TENSOR, fqn)
     chunks = attributes.get("chunks")
     if not isinstance(chunks, list):
         raise CorruptCheckpointError(f".metadata: {fqn!r} has no list of chunks", fqn=fqn)
@@ -231,11 +229,7 @@ def _locations(storage_data: object) -> dict[_Index, _Location]:
 def _paths(planner_data: object) -> dict[str, object] | None:
     if not isinstance(planner_data, Pairs):  # missing, or data of a planner other than that of DCP
         return None
-    found: dict[str, object] = {}
-    for pairs in chunked(_pairs(planner_data, "planner_data"), _MANY):
-        found.update((key, path) for key, path in pairs if isinstance(key, str))
-        pause_point()
-    return found
+    return {key: path for key, path in paced(_pairs(planner_data, "planner_data")) if isinstance(key, str)}
 
 
 def _path(fqn: str, paths: dict[str, object]) -> tuple[Key, ...]:
@@ -322,9 +316,8 @@ def _too_small(dtype: str, chunk: Chunk) -> bool:
 # --- two descriptions of one checkpoint -----------------------------------------------------------------------------
 
 
-def _compare_metadata(manifest: Manifest, metadata: DcpDescription) -> Iterator[CorruptCheckpointError | None]:
-    """Yield an error for each place where the ``metadata`` that stock DCP reads contradicts the ``manifest``, and None
-    for each place where both agree.
+def _compare_metadata(manifest: Manifest, metadata: DcpDescription) -> Iterator[CorruptCheckpointError]:
+    """Yield an error for each place where the ``metadata`` that stock DCP reads contradicts the ``manifest``.
 
     The form of the pickle and unknown attributes are ignored, because another version may have written it.
     """
@@ -335,16 +328,10 @@ def _compare_metadata(manifest: Manifest, metadata: DcpDescription) -> Iterator[
         yield _differs(fqn, "does not have it, but the manifest does")
     for fqn in metadata.entries.keys() - described.keys():
         yield _differs(fqn, "has it, but the manifest does not")
-    for fqn, entry in described.items():
+    for fqn, entry in paced(described.items()):
         other = metadata.entries.get(fqn)
-        same = other is None or _comparable(entry) == _comparable(other)
-        yield None if same else _differs(fqn, "describes it differently than the manifest")
-    yield from _compare_the_whole(manifest, metadata)
-    if manifest.exact:
-        yield from _compare_details(manifest, metadata)
-
-
-def _compare_the_whole(manifest: Manifest, metadata: DcpDescription) -> Iterator[CorruptCheckpointError]:
+        if other is not None and _comparable(entry) != _comparable(other):
+            yield _differs(fqn, "describes it differently than the manifest")
     save_id = None if metadata.storage_meta is None else metadata.storage_meta.get("save_id")
     if save_id not in (None, manifest.save_id):
         yield CorruptCheckpointError("storage_meta in .metadata names another save", file=".metadata")
@@ -352,22 +339,24 @@ def _compare_the_whole(manifest: Manifest, metadata: DcpDescription) -> Iterator
         yield CorruptCheckpointError(
             f".metadata has an unexpected version, {metadata.attributes['version']!a:.40}", file=".metadata"
         )
+    if manifest.exact:
+        yield from _compare_details(manifest, metadata)
 
 
-def _compare_details(manifest: Manifest, metadata: DcpDescription) -> Iterator[CorruptCheckpointError | None]:
+def _compare_details(manifest: Manifest, metadata: DcpDescription) -> Iterator[CorruptCheckpointError]:
     """Compare details that sidestream always writes in the same way. Other planners may write them in any way."""
     for fqn in sorted(metadata.pathless):
         yield _differs(fqn, "has no path for it in planner_data")
     for fqn in sorted(metadata.spare):
         yield _differs(fqn, "has a location or a path for it but does not describe it")
     for fqn, properties in metadata.properties.items():
-        same = properties == _OWN_PROPERTIES
-        yield None if same else _differs(fqn, f"has other properties for it than {_OWN_PROPERTIES}")
-    for fqn, entry in manifest.entries.items():
+        if properties != _OWN_PROPERTIES:
+            yield _differs(fqn, f"has other properties for it than {_OWN_PROPERTIES}")
+    for fqn, entry in paced(manifest.entries.items()):
         chunks = entry.chunks if isinstance(entry, TensorEntry) else ()
         hints = [metadata.hints.get((fqn, name_of(chunk.offsets))) for chunk in chunks]
-        other = any(hint is not None and hint != number for number, hint in enumerate(hints))
-        yield _differs(fqn, "numbers its chunks differently than the manifest") if other else None
+        if any(hint is not None and hint != number for number, hint in enumerate(hints)):
+            yield _differs(fqn, "numbers its chunks differently than the manifest")
 
 
 _VERSION = "1.0.0"
@@ -404,8 +393,7 @@ def differences(
         if not manifest.exact:
             raise
         return [CorruptCheckpointError(f"{file}: {error.args[0]}, which sidestream never writes", file=file)]
-    compared = collected(_compare_metadata(manifest, metadata))
-    found = [one for one in compared if one is not None]
+    found = list(_compare_metadata(manifest, metadata))
     pointer = metadata.attributes.get(attribute)
     if pointer is None or not raw.endswith(attribute_end(attribute, pointer)):
         found.append(

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, BinaryIO, TypeAlias, TypeVar
+from typing import Any, BinaryIO, Generic, TypeAlias, TypeVar
 
 import torch
 
@@ -28,9 +28,9 @@ from ..errors import (
 )
 from ..options import Trust
 from .pickles.values import ValueBudget
-from .torch_zip.ends import Ends, Seekable, TensorItems
+from .torch_zip.ends import Ends, TensorItems
 from .torch_zip.file import Records, TensorPayload, open_tensor_item, open_value_item
-from .torch_zip.zip import TorchZip, is_older, is_zip
+from .torch_zip.zip import Seekable, TorchZip, is_older, is_zip
 from .transforms import TENSORS_ALWAYS_BYTES, VALUES_ALWAYS_BYTES, UnpackBudget, may_expand, require, unpack
 
 __all__ = [
@@ -43,9 +43,9 @@ __all__ = [
     "locate",
     "locate_all",
     "located",
-    "opaque_errors",
     "read_as_saved",
     "read_item",
+    "read_value",
     "read_values",
     "refuse_opaque",
     "unpack_chunk",
@@ -73,8 +73,8 @@ K = TypeVar("K", TensorEntry, OpaqueEntry)
 
 
 async def locate(
-    source: RangeSource, entries: Mapping[str, TensorEntry], *, records: Records = "needed"
-) -> tuple[dict[str, TensorEntry], dict[str, Unlocated]]:
+    source: RangeSource, entries: Mapping[str, K], *, records: Records = "needed"
+) -> tuple[dict[str, K], dict[str, Unlocated]]:
     """Open the zips of tensors, and return the tensors with the places and the other facts of their payloads in their
     chunks; for tensors whose zips are damaged, unsafe, not supported or not there, return the errors. Other errors are
     raised. With ``records="all"`` the checksums of all records but the payloads are compared.
@@ -115,8 +115,8 @@ def _of_kind(entries: Mapping[str, Entry], kind: type[K]) -> dict[str, K]:
     return {fqn: entry for fqn, entry in paced(entries.items()) if isinstance(entry, kind)}
 
 
-_Item: TypeAlias = tuple[str, int, TensorEntry, Chunk]
-"""A chunk in a zip: its FQN, its number among the chunks of the tensor, the tensor, and itself."""
+_Item: TypeAlias = tuple[str, int, str, Chunk]
+"""A chunk in a zip: its FQN, its number among the chunks of the tensor, the dtype of the tensor, and itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +130,11 @@ class _Zips:
 
 
 @dataclass(slots=True)
-class _Locating:
+class _Locating(Generic[K]):
     """The opening of the zips of ``entries``. ``opened`` and ``failed`` have the results by FQN and number of chunk.
     ``alone`` has zips whose neighbours could not be read; each of them is read by itself, to find out which it is."""
 
-    entries: Mapping[str, TensorEntry]
+    entries: Mapping[str, K]
     zips: TensorItems
     opened: dict[tuple[str, int], Chunk] = field(default_factory=dict)
     failed: dict[tuple[str, int], Unlocated] = field(default_factory=dict)
@@ -147,15 +147,14 @@ class _Locating:
             for number, chunk in enumerate(entry.chunks):
                 pause_point()
                 if _is_closed(chunk):
-                    item = (fqn, number, entry, chunk)
+                    item = (fqn, number, entry.dtype, chunk)
                     if chunk.item_bytes:
                         items.append(item)
                     else:  # no bytes arrive
                         self._open(item, Ends(b"", b"", 0))
         items.sort(key=lambda item: (item[3].file, item[3].item_offset))
         found: list[_Zips] = []
-        for item in items:
-            pause_point()
+        for item in paced(items):
             if not (found and _join(found[-1], item[3])):
                 found.append(_zips(item))
             else:
@@ -199,10 +198,10 @@ class _Locating:
             self._open(item, Ends(bytes(first), b"".join(tail), chunk.item_bytes))
 
     def _open(self, item: _Item, ends: Ends) -> None:
-        fqn, number, entry, chunk = item
+        fqn, number, dtype, chunk = item
         try:
             with _about(chunk, fqn):
-                self.opened[fqn, number] = _described(entry, chunk, self.zips.open(ends))
+                self.opened[fqn, number] = _described(dtype, chunk, self.zips.open(ends))
         except (CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError) as error:
             self._fail(item, error)
 
@@ -211,14 +210,9 @@ class _Locating:
         error.__context__ = error.__cause__ = None
         self.failed[item[0], item[1]] = error.with_traceback(None)
 
-    def results(self, together: list[_Zips]) -> tuple[dict[str, TensorEntry], dict[str, Unlocated]]:
+    def results(self, together: list[_Zips]) -> tuple[dict[str, K], dict[str, Unlocated]]:
         """Return the tensors and the errors, and free everything else. Called in a worker thread."""
-        found = self._results()
-        clear_gradually(together, self.alone, self.opened, self.failed)
-        return found
-
-    def _results(self) -> tuple[dict[str, TensorEntry], dict[str, Unlocated]]:
-        found: dict[str, TensorEntry] = {}
+        found: dict[str, K] = {}
         errors: dict[str, Unlocated] = {}
         for fqn, entry in self.entries.items():
             chunks: list[Chunk] = []
@@ -233,6 +227,7 @@ class _Locating:
                     chunks.append(chunk)
             if fqn not in errors:
                 found[fqn] = replace(entry, chunks=tuple(chunks))
+        clear_gradually(together, self.alone, self.opened, self.failed)
         return found, errors
 
 
@@ -268,11 +263,11 @@ def _join(zips: _Zips, chunk: Chunk) -> bool:
     return True
 
 
-def _described(entry: TensorEntry, chunk: Chunk, payload: TensorPayload) -> Chunk:
+def _described(dtype: str, chunk: Chunk, payload: TensorPayload) -> Chunk:
     """Return the chunk with the facts from its zip. Raises ``CorruptCheckpointError``."""
-    if payload.dtype != entry.dtype or tuple(payload.shape) != chunk.sizes:
+    if payload.dtype != dtype or tuple(payload.shape) != chunk.sizes:
         found = f"a {payload.dtype} of shape {tuple(payload.shape)}"
-        raise CorruptCheckpointError(f"{chunk.file} has {found}, .metadata says {entry.dtype} {chunk.sizes}")
+        raise CorruptCheckpointError(f"{chunk.file} has {found}, .metadata says {dtype} {chunk.sizes}")
     return replace(chunk, payload_offset=chunk.item_offset + payload.payload_offset, foreign=payload.foreign)
 
 
@@ -292,7 +287,7 @@ def _unpacked(entry: TensorEntry, chunk: Chunk, raw: bytearray) -> bytearray:
 
 def _open_unpacked(entry: TensorEntry, chunk: Chunk, content: bytearray) -> Chunk:
     item = replace(chunk, item_offset=0, item_bytes=len(content), transform=None)
-    return _described(entry, item, open_tensor_item(io.BytesIO(content), len(content)))
+    return _described(entry.dtype, item, open_tensor_item(io.BytesIO(content), len(content)))
 
 
 async def opaque_errors(source: RangeSource, entries: Mapping[str, OpaqueEntry]) -> dict[str, Unlocated]:
@@ -301,7 +296,7 @@ async def opaque_errors(source: RangeSource, entries: Mapping[str, OpaqueEntry])
     (``CorruptCheckpointError``)."""
     if not entries:
         return {}
-    _, errors = await locate(source, await io_threads().run(_as_tensors, entries))
+    _, errors = await locate(source, entries)
     return await io_threads().run(_opaque_errors, entries, errors)
 
 
@@ -317,18 +312,9 @@ async def refuse_opaque(
         raise why.within(url, (several.format(len(opaque)) if len(opaque) > 1 else "") + end)
 
 
-def _as_tensors(entries: Mapping[str, OpaqueEntry]) -> dict[str, TensorEntry]:
-    tensors: dict[str, TensorEntry] = {}
-    for fqn, entry in entries.items():
-        pause_point()
-        tensors[fqn] = TensorEntry(entry.path, entry.dtype, entry.shape, entry.chunks)
-    return tensors
-
-
 def _opaque_errors(entries: Mapping[str, OpaqueEntry], errors: Mapping[str, Unlocated]) -> dict[str, Unlocated]:
     found: dict[str, Unlocated] = {}
-    for fqn, entry in entries.items():
-        pause_point()
+    for fqn, entry in paced(entries.items()):
         refusal = entry.refusal(fqn) or errors.get(fqn)
         found[fqn] = refusal or UnsupportedCheckpointError(
             f"{fqn}: it was saved with dtype {entry.dtype}, which this version does not read; load it with "
@@ -351,9 +337,7 @@ async def check_item_records(
     format is damaged. Raises ``UnsupportedCheckpointError`` for a tensor of a kind that this version does not read,
     whose checksums are right. Types that a load accepts only with ``allow`` are not checked. All calls for one
     checkpoint share ``budgets``."""
-    if isinstance(item, ValueEntry) and item.item_bytes > MAX_VALUE_BYTES:
-        raise CorruptCheckpointError(f"{fqn}: a plain value of {item.item_bytes} bytes", file=item.file, fqn=fqn)
-    raw = await read_item(source, item)
+    raw = await (read_value(source, fqn, item) if isinstance(item, ValueEntry) else read_item(source, item))
 
     def check() -> bool:
         with _about(item, fqn):
@@ -381,12 +365,8 @@ async def check_opaque_item(source: RangeSource, fqn: str, chunk: Chunk, budgets
     if it is not compressed. All calls for one checkpoint share ``budgets``."""
     if chunk.transform:
         raw = await read_item(source, chunk)
-
-        def check_unpacked() -> None:
-            with _about(chunk, fqn):
-                _check_records(budgets.tensors.unpack(raw, may_expand(len(raw))))
-
-        await io_threads().run(check_unpacked)
+        with _about(chunk, fqn):
+            await io_threads().run(lambda: _check_records(budgets.tensors.unpack(raw, may_expand(len(raw)))))
         return
     item = SourceFile(source, chunk.file, chunk.item_bytes, chunk.item_offset)
 
@@ -459,9 +439,7 @@ async def _read_value(
             f"{fqn}: a planner wrote it as bytes in its own format, which only that planner can read; load it with "
             "sidestream.dcp.StorageReader and that planner"
         )
-    if entry.item_bytes > MAX_VALUE_BYTES:
-        raise CorruptCheckpointError(f"{fqn}: a plain value of {entry.item_bytes} bytes", file=entry.file, fqn=fqn)
-    raw = await read_item(source, entry)
+    raw = await read_value(source, fqn, entry)
     return await io_threads().run(_open_value, raw, fqn, entry, allow, trust, budgets)
 
 
@@ -517,6 +495,14 @@ def _about(item: Chunk | ValueEntry, fqn: str) -> Iterator[None]:
         raise
 
 
+async def read_value(source: RangeSource, fqn: str, entry: ValueEntry) -> bytearray:
+    """Return all bytes of a value, as they are in the file. Raises ``CorruptCheckpointError`` for one that is too
+    large to be read."""
+    if entry.item_bytes > MAX_VALUE_BYTES:
+        raise CorruptCheckpointError(f"{fqn}: a plain value of {entry.item_bytes} bytes", file=entry.file, fqn=fqn)
+    return await read_item(source, entry)
+
+
 async def read_item(source: RangeSource, item: Chunk | ValueEntry) -> bytearray:
     """Return all bytes of an item, as they are in the file."""
     with allocating(f"reading an item of {item.file}"):
@@ -555,7 +541,7 @@ class SourceFile(Seekable):
         return await read_threads().run(work)
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        nbytes = max(0, min(len(buffer), self._nbytes - self._position))
+        nbytes = max(0, min(len(buffer), self.nbytes - self._position))
         if nbytes:
             try:
                 self._read(memoryview(buffer)[:nbytes])

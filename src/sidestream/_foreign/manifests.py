@@ -8,9 +8,7 @@ from dataclasses import replace
 from typing import BinaryIO
 
 from .._format.checksum import crc32
-from .._format.marker import (
-    METADATA_NAME,
-)
+from .._format.marker import METADATA_NAME
 from .._format.records import (
     Chunk,
     Entry,
@@ -31,7 +29,7 @@ from ..errors import (
 )
 from .dcp_metadata import read_dcp_metadata, with_opaque_entries
 from .file_kinds import HEAD_BYTES, other_kind, part_of_checkpoint
-from .items import MAX_VALUE_BYTES, SourceFile, located, read_item, unpack_chunk
+from .items import SourceFile, located, read_item, read_value, unpack_chunk
 from .rank_files import Replica, is_rank_file, merge_ranks, rank_files
 from .safetensors import Header, header_bytes, locate_shards, manifest_of_headers, parse_header, parse_index, shards_of
 from .torch_zip.file import read_torch_file
@@ -99,8 +97,7 @@ def _stock_metadata(raw: bytearray) -> Manifest:
     """Check the paths in ``planner_data``. DCP makes the FQN from the path by joining its steps with dots. Tensors are
     found by name, so if the two differ the path was altered."""
     manifest = read_dcp_metadata(raw)
-    for fqn, entry in manifest.entries.items():
-        pause_point()
+    for fqn, entry in paced(manifest.entries.items()):
         if ".".join(map(str, entry.path)) != fqn:
             raise CorruptCheckpointError(
                 f"the path of {fqn!r} in planner_data does not match its name: {ascii(entry.path)[:200]}", fqn=fqn
@@ -146,8 +143,7 @@ async def _read_safetensors(source: RangeSource, sizes: Mapping[str, int]) -> Ma
 
 def _files_of_index(index: Mapping[str, str], sizes: Mapping[str, int]) -> list[str]:
     files = sorted(set(index.values()))
-    for file in files:
-        pause_point()
+    for file in paced(files):
         if file not in sizes:
             raise CorruptCheckpointError(
                 f"{file!r} is listed in {INDEX_NAME} but is missing from the directory", file=file
@@ -269,18 +265,12 @@ async def agree(source: RangeSource, replica: Replica) -> bool:
     """Return whether two ranks wrote the same item. For tensors the checksums are compared, if the files have them."""
     first, other = replica.first, replica.other
     if isinstance(first, ValueEntry) and isinstance(other, ValueEntry):
-        return await _same_value(source, replica.fqn, first, other)
+        items = [await read_value(source, replica.fqn, entry) for entry in (first, other)]
+        return first.transform == other.transform and items[0] == items[1]
     if isinstance(first, ValueEntry) or isinstance(other, ValueEntry):
         return False
     one = await _digest(source, replica.fqn, *first)
     return one == await _digest(source, replica.fqn, *other)
-
-
-async def _same_value(source: RangeSource, fqn: str, first: ValueEntry, other: ValueEntry) -> bool:
-    if max(first.item_bytes, other.item_bytes) > MAX_VALUE_BYTES:
-        raise CorruptCheckpointError(f"{fqn}: a plain value of {first.item_bytes} bytes", file=first.file, fqn=fqn)
-    items = [await read_item(source, entry) for entry in (first, other)]
-    return first.transform == other.transform and items[0] == items[1]
 
 
 async def _digest(source: RangeSource, fqn: str, entry: TensorEntry, chunk: Chunk) -> object:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from .._format.records import Chunk, Entry, Manifest, TensorEntry, ValueEntry, name_of
-from .._runtime.pauses import collected, pause_point
+from .._runtime.pauses import collected, paced
 from ..errors import CorruptCheckpointError
 
 __all__ = ["Item", "Replica", "is_rank_file", "merge_ranks", "rank_files", "ranks_among"]
@@ -57,8 +57,7 @@ def merge_ranks(parts: Sequence[Manifest]) -> tuple[Manifest, list[Replica]]:
     boxes: dict[str, dict[str, Chunk]] = {}
     replicas: list[Replica] = []
     for rank, part in enumerate(parts):
-        for fqn, entry in part.entries.items():
-            pause_point()
+        for fqn, entry in paced(part.entries.items()):
             first = entries.setdefault(fqn, entry)
             if _meaning(first) != _meaning(entry):
                 raise CorruptCheckpointError(
@@ -70,27 +69,21 @@ def merge_ranks(parts: Sequence[Manifest]) -> tuple[Manifest, list[Replica]]:
                 replicas += _gather(fqn, entry, boxes.setdefault(fqn, {}))
             elif isinstance(entry, ValueEntry) and isinstance(first, ValueEntry) and first is not entry:
                 replicas.append(Replica(fqn, first, entry))
-    entries = _with_chunks(entries, boxes)
-    return Manifest(save_id="", entries=entries, files={}), replicas
+    joined = {
+        fqn: replace(entry, chunks=tuple(boxes[fqn].values())) if isinstance(entry, TensorEntry) else entry
+        for fqn, entry in paced(entries.items())
+    }
+    return Manifest(save_id="", entries=joined, files={}), replicas
 
 
 def _gather(fqn: str, entry: TensorEntry, boxes: dict[str, Chunk]) -> list[Replica]:
     """Add the chunks of a rank to ``boxes``, those of the ranks before. Returns the chunks that were there before."""
     found = []
-    for chunk in entry.chunks:
-        pause_point()
+    for chunk in paced(entry.chunks):
         first = boxes.setdefault(name_of(chunk.offsets, chunk.sizes), chunk)
         if first is not chunk:
             found.append(Replica(fqn, (entry, first), (entry, chunk)))
     return found
-
-
-def _with_chunks(entries: dict[str, Entry], boxes: Mapping[str, Mapping[str, Chunk]]) -> dict[str, Entry]:
-    joined = (
-        (fqn, replace(entry, chunks=tuple(boxes[fqn].values())) if isinstance(entry, TensorEntry) else entry)
-        for fqn, entry in entries.items()
-    )
-    return dict(collected(joined))
 
 
 def _meaning(entry: Entry) -> object:

@@ -14,7 +14,7 @@ from typing import Any
 
 from .._format.records import MAX_RANK, Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, itemsize
 from .._format.safetensors import DTYPES, INDEX_NAME
-from .._runtime.pauses import collected, pause_point
+from .._runtime.pauses import collected, paced
 from ..errors import CorruptCheckpointError, UnsupportedCheckpointError
 
 __all__ = [
@@ -144,8 +144,7 @@ def shards_of(manifest: Manifest, sizes: Mapping[str, int]) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     ends: dict[str, tuple[bool, int]] = {}  # of files with compressed items: whether all have bare sizes, and their end
-    for fqn, entry in manifest.entries.items():
-        pause_point()
+    for fqn, entry in paced(manifest.entries.items()):
         if not isinstance(entry, TensorEntry):
             continue
         for chunk in entry.chunks:
@@ -168,8 +167,7 @@ def locate_shards(manifest: Manifest, headers: Mapping[str, Header]) -> Manifest
     """Return the manifest with the places of the tensors in these files. Raises ``CorruptCheckpointError`` if a header
     contradicts the manifest."""
     entries: dict[str, Entry] = {}
-    for fqn, entry in manifest.entries.items():
-        pause_point()
+    for fqn, entry in paced(manifest.entries.items()):
         entries[fqn] = entry
         if isinstance(entry, TensorEntry) and any(chunk.file in headers for chunk in entry.chunks):
             chunks = [_locate(fqn, entry.dtype, chunk, headers.get(chunk.file)) for chunk in entry.chunks]
@@ -215,8 +213,7 @@ def manifest_of_headers(headers: Mapping[str, Header], index: Mapping[str, str] 
     """
     entries: dict[str, Entry] = {}
     for file, header in headers.items():
-        for fqn, found in header.items():
-            pause_point()
+        for fqn, found in paced(header.items()):
             if index is not None and index.get(fqn) != file:
                 continue
             chunk = Chunk(found.offsets, found.sizes, file, found.start, found.nbytes, payload_offset=found.start)
@@ -229,8 +226,7 @@ def manifest_of_headers(headers: Mapping[str, Header], index: Mapping[str, str] 
                 )
             reached = tuple(map(max, entry.shape, shape))
             entries[fqn] = replace(entry, shape=reached, chunks=(*entry.chunks, chunk))
-    for fqn, file in (index or {}).items():
-        pause_point()
+    for fqn, file in paced((index or {}).items()):
         if fqn not in entries:
             why = CorruptCheckpointError(f"it is in {INDEX_NAME}, but not in {file}, which that names", file=file)
             entries[fqn] = OpaqueEntry((fqn,), "", (), (), why)

@@ -19,10 +19,6 @@ _WORD_BITS = 63
 _Like: TypeAlias = Callable[[PlainPath], Mapping[Any, Any] | None]
 
 
-def _no_type(path: PlainPath) -> None:
-    return None
-
-
 class _ListParts(dict[int, Any]):
     """The elements of a list by index, in any order."""
 
@@ -31,7 +27,7 @@ def assemble(
     leaves: Iterable[tuple[tuple[Key, ...], Any]],
     *,
     gaps: bool = False,
-    like: _Like = _no_type,
+    like: _Like = lambda _: None,
 ) -> dict[Any, Any]:
     """Return the state dict with these leaves. With ``gaps``, a list of which elements before others are missing
     becomes a dict by index. ``like`` returns a mapping for the path of a dict, which gets its type.

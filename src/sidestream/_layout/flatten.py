@@ -25,8 +25,6 @@ __all__ = [
     "StateDicts",
     "StatefulRoot",
     "check_saved",
-    "is_mapping",
-    "is_stateful",
     "is_value",
     "leaves_of",
     "plain_path",

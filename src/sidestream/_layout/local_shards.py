@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
 import torch
 
 from .._runtime.torch_probes import has_shards, shard_runs, shards_held, tensor_class
 from ..errors import UnsupportedTensorError
-from .ranges import Box
+from .ranges import Box, narrowed
 
 __all__ = ["Local", "global_shape", "is_distributed", "locals_of"]
 
@@ -63,14 +64,9 @@ def _sharded_pieces(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, Box]]:
 
 
 def _held_pieces(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, Box]]:
-    local = tensor.detach()
     for offsets, sizes, begins in shards_held(tensor, fqn)[1]:
-        if 0 in sizes:
-            continue
-        piece = local
-        for dim, (begin, size) in enumerate(zip(begins, sizes, strict=True)):
-            piece = piece.narrow(dim, begin, size)
-        yield piece, Box(offsets, sizes)
+        if 0 not in sizes:
+            yield narrowed(tensor.detach(), begins, sizes), Box(offsets, sizes)
 
 
 def _dtensor_pieces(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, Box]]:
@@ -86,17 +82,11 @@ def _dtensor_pieces(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[torch.Tens
     with torch.no_grad():
         local = tensor.to_local()  # type: ignore[attr-defined]
     if 0 in shape:
-        yield local, Box((0,) * len(shape), shape)
+        yield local, Box.whole(shape)
         return
     # A rectangular part for each combination of runs. There is one in nearly all cases: only a strided placement leaves
     # several runs in a dimension.
-    boxes: list[tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]] = [(local, (), ())]
-    for dim, of_dim in enumerate(runs):
-        boxes = [
-            (piece if size == piece.shape[dim] else piece.narrow(dim, at, size), (*offsets, start), (*sizes, size))
-            for piece, offsets, sizes in boxes
-            for start, size, at in of_dim
-        ]
-    for piece, offsets, sizes in boxes:
+    for box in product(*runs):
+        offsets, sizes, begins = (tuple(run[at] for run in box) for at in range(3))
         if 0 not in sizes:
-            yield piece, Box(offsets, sizes)
+            yield narrowed(local, begins, sizes), Box(offsets, sizes)

@@ -4,8 +4,9 @@ all differences."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any, TypeAlias, TypeVar
@@ -26,7 +27,7 @@ from .._format.records import (
     ValueEntry,
     path_of,
 )
-from .._runtime.pauses import chunked, collected, pause_point
+from .._runtime.pauses import chunked, collected, paced, pause_point
 from .._runtime.public import shortened
 from .._runtime.torch_probes import Stateful, addresses, check_tensor, dtype_name, lazy_bits
 from ..errors import (
@@ -89,8 +90,9 @@ class LoadPlan:
       that are made of them. ``sparse`` are the leaves that then get the content of theirs. ``wholes`` are the composite
       tensors of the target whose parts are read in place.
     - ``values`` are leaves whose holder gets a new value.
-    - ``not_requested`` are keys of the checkpoint that are not read. ``missing``, ``cast`` and ``ignored`` are the
-      differences that were accepted.
+    - ``not_requested`` are keys of the checkpoint that are not read. ``findings`` has the differences that were
+      accepted. It has the keys below top-level keys of the target that this rank does not request, which are an error
+      unless another rank requests them, and the tensors that cannot be read: if there are any, nothing is changed.
     """
 
     names: Renamed
@@ -105,17 +107,10 @@ class LoadPlan:
     values: tuple[tuple[Leaf, ValueEntry], ...]
     statefuls: tuple[StatefulLoad, ...]
     not_requested: tuple[str, ...]
-    missing: tuple[str, ...]
-    cast: tuple[str, ...]
-    ignored: tuple[str, ...]
-    unexpected: tuple[str, ...] = ()
-    """Keys below top-level keys of the target that this rank does not request. They are an error unless another rank
-    requests them."""
-    opaque: tuple[str, ...] = ()
-    """FQNs that are requested and cannot be read. If there are any, nothing is changed."""
-    parts: frozenset[str] = frozenset()
+    findings: Findings
+    parts: frozenset[str]
     """All parts of composite tensors in the checkpoint, by their names in ``names``."""
-    shared: tuple[tuple[str, ...], ...] = ()
+    shared: tuple[tuple[str, ...], ...]
     """Groups of names in ``local`` of different views that may share elements, such as a tensor and its transpose. They
     are read into other memory, compared, and then copied."""
 
@@ -156,7 +151,7 @@ def match(
     saved, parts = saved_composites(manifest)
     composites = CompositeTargets(manifest, findings, saved)
     found = manifest.stored
-    inside = _Inside(manifest)
+    sorted_names = cache(lambda: sorted(manifest.entries))  # for a leaf that is missing, which most loads do not have
     # Computed once, and not in the loop below. An empty dict of this rank may be the place of entries that only
     # other ranks request, so its contents are not a finding.
     filled = _filled_by_others(leaves_of(state, state_dicts), manifest) if others else frozenset()
@@ -215,7 +210,7 @@ def match(
             if fqn in added or (composite and direct.add(_candidates([leaf], found))):
                 tensors[fqn] = value
                 continue
-            if owner is None and entry is None and not composite and (names_below := inside.names(fqn)):
+            if owner is None and entry is None and not composite and (names_below := _names_below(fqn, sorted_names())):
                 requested.update(names_below)
                 _add_container(leaf, names_below, findings)
             elif isinstance(value, torch.Tensor):
@@ -232,10 +227,11 @@ def match(
     # Only after all leaves: what an object gets includes entries that are not among its leaves, such as the moments
     # that a fresh optimizer does not have yet.
     below = _claimed(manifest, roots, owned)
-    statefuls = [
+    found_of_roots = (
         _match_stateful(root, as_saved_of[number], owned[number], below[number], manifest, findings, parts)
         for number, root in roots.items()
-    ]
+    )
+    statefuls = [stateful for stateful in found_of_roots if stateful is not None]
     requested.update(fqn for entries in below.values() for fqn in entries)
     requested.update(part for fqn in composites.met for part in manifest.parts_of(fqn))
     top = {str(key) for key, _ in state_dicts.items(state)}
@@ -253,13 +249,12 @@ def match(
     findings.raise_if_any(url, lambda: _names_in(state, state_dicts), saved_names)
     new = dict.fromkeys(part for leaf in composites.sparse for part in manifest.parts_of(leaf.fqn))
     made = dict.fromkeys(leaf.fqn for leaf in composites.sparse)
-    for entries in (stateful.entries for stateful in statefuls if stateful is not None):
-        for some in chunked(entries.items(), _MANY):
-            new.update((fqn, None) for fqn, entry in some if isinstance(entry, TensorEntry) and fqn not in tensors)
-            made.update(
-                (fqn, None) for fqn, entry in some if isinstance(entry, CompositeEntry) and fqn not in composites.wholes
-            )
-            pause_point()
+    for stateful in statefuls:
+        for fqn, entry in paced(stateful.entries.items()):
+            if isinstance(entry, TensorEntry) and fqn not in tensors:
+                new[fqn] = None
+            elif isinstance(entry, CompositeEntry) and fqn not in composites.wholes:
+                made[fqn] = None
     return LoadPlan(
         names=renames,
         tensors=tensors,
@@ -271,13 +266,9 @@ def match(
         sparse=tuple(leaf for leaf in composites.sparse if leaf.owner is None),
         wholes=composites.wholes,
         values=tuple(values),
-        statefuls=tuple(stateful for stateful in statefuls if stateful is not None),
+        statefuls=tuple(statefuls),
         not_requested=rest,
-        missing=tuple(dict.fromkeys(findings.missing)),
-        cast=tuple(findings.cast),
-        ignored=tuple(findings.ignored),
-        unexpected=tuple(findings.unexpected or ()),
-        opaque=tuple(findings.opaque),
+        findings=findings,
         parts=parts,
         shared=shared,
     )
@@ -349,8 +340,7 @@ def _sharing_of_objects(
     whole = (leaf.fqn for leaf in leaves if leaf.whole is None and not _has_shards(leaf.value))
     names = set(collected(whole))
     found: set[str] = set()
-    for group in groups:
-        pause_point()
+    for group in paced(groups):
         mine = [name for name in group if name in names]
         if mine and not _saved_tied([local[name] for name in group], manifest):
             # The other members of the group keep the memory. If all members belong to objects, the first of them keeps
@@ -376,29 +366,25 @@ def _extents(local: Mapping[str, Local]) -> _Extents:
 
 def _filled_by_others(leaves: Iterable[Leaf], manifest: Manifest) -> frozenset[str]:
     """Return the empty dicts of this rank that are not empty in the checkpoint. Other ranks request their contents."""
-    empty: dict[PlainPath, str] = {}
-    for some in chunked(leaves, 16):
-        empty.update(
-            (plain_path(leaf.path), leaf.fqn)
-            for leaf in some
-            if leaf.owner is None and leaf.kind == "empty" and leaf.fqn not in manifest.entries
-        )
-        pause_point()
+    empty = {
+        plain_path(leaf.path): leaf.fqn
+        for leaf in paced(leaves, 16)
+        if leaf.owner is None and leaf.kind == "empty" and leaf.fqn not in manifest.entries
+    }
     if not empty:
         return frozenset()
     found: set[str] = set()
-    for entry in manifest.stored.values():
+    for entry in paced(manifest.stored.values()):
         path = plain_path(path_of(entry))
         found.update(empty[path[:depth]] for depth in range(1, len(path)) if path[:depth] in empty)
-        pause_point()
     return frozenset(found)
 
 
-def _check_fresh(statefuls: Iterable[StatefulLoad | None], tensors: Mapping[str, torch.Tensor]) -> None:
+def _check_fresh(statefuls: Iterable[StatefulLoad], tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise ``UnsupportedTensorError`` for state that an optimizer of sharded parameters does not have yet. Every rank
     would read it whole."""
     for stateful in statefuls:
-        if stateful is None or not isinstance(stateful.instance, torch.optim.Optimizer):
+        if not isinstance(stateful.instance, torch.optim.Optimizer):
             continue
         if not any(is_distributed(one) for group in stateful.instance.param_groups for one in group["params"]):
             continue
@@ -510,12 +496,8 @@ def _sharing(tensors: Mapping[str, Local], extents: _Extents, names: Iterable[st
     """Return the groups of ``names`` of tensors that may share elements with each other, or have elements that share
     memory."""
     placed = collected((*extents[name], name) for name in names if name in extents)
-    groups = _separated(placed)
-    found: list[tuple[str, ...]] = []
-    for group in groups:
-        if not _all_disjoint([tensors[name].tensor for name in group]):
-            found.append(tuple(group))
-    return tuple(found)
+    groups = map(tuple, _separated(placed))
+    return tuple(group for group in groups if not _all_disjoint([tensors[name].tensor for name in group]))
 
 
 def _all_disjoint(tensors: Sequence[torch.Tensor]) -> bool:
@@ -605,12 +587,11 @@ def _separated(extents: list[tuple[int, int, T]]) -> list[list[T]]:
 
 
 def _same_content(manifest: Manifest, fqn: str, other: str) -> bool:
-    return _content(manifest.entries[fqn]) == _content(manifest.entries[other])
-
-
-def _content(entry: Entry) -> object:
-    assert isinstance(entry, TensorEntry)
-    return [(chunk.offsets, chunk.sizes, chunk.crcs) for chunk in entry.chunks]
+    contents = []
+    for entry in (manifest.entries[fqn], manifest.entries[other]):
+        assert isinstance(entry, TensorEntry)
+        contents.append([(chunk.offsets, chunk.sizes, chunk.crcs) for chunk in entry.chunks])
+    return contents[0] == contents[1]
 
 
 def _match_stateful(
@@ -632,10 +613,9 @@ def _match_stateful(
             plain_path(leaf.path) for leaf in empty
         }  # no dict has saved paths as keys, because a file can choose their hashes
         saved: set[PlainPath] = set()
-        for entry in below.values():
+        for entry in paced(below.values()):
             path = plain_path(entry.path)
             saved.update(path[:depth] for depth in range(len(path) + 1) if path[:depth] in ours)
-            pause_point()
         below.update((leaf.fqn, EmptyEntry(leaf.path)) for leaf in empty if plain_path(leaf.path) not in saved)
     instance = root.value.instance
     compared = (torch.Tensor, CompositeLeaf)
@@ -670,9 +650,9 @@ def _match_stateful(
             leaf.fqn for leaf in absent if leaf.fqn not in tensors and not as_saved.covers(leaf.fqn)
         )
         entries = _of_module(as_saved, leaves, below, findings, parts)
-    for some in chunked(entries.items(), _MANY):
-        findings.opaque += [fqn for fqn, entry in some if isinstance(entry, OpaqueEntry) and fqn not in tensors]
-        pause_point()
+    findings.opaque += [
+        fqn for fqn, entry in paced(entries.items()) if isinstance(entry, OpaqueEntry) and fqn not in tensors
+    ]
     # With ``strict=True`` torch would refuse what was accepted here.
     lenient = not as_saved.whole and (accepted or findings.tolerance.unexpected) is not None
     containers, integer_keys = root.value.containers, _integer_keys(leaves)
@@ -700,19 +680,10 @@ def _of_module(
     return entries
 
 
-class _Inside:
-    """The names that were saved in containers."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self._sorted: list[str] = []
-
-    def names(self, fqn: str) -> list[str]:
-        """Return the names below ``fqn``."""
-        names = self._sorted = self._sorted or sorted(self._manifest.entries)
-        # Sorted once, and only if a leaf of the target is missing: most loads never need it.
-        first, last = (bisect_left(names, f"{fqn}{after}") for after in (".", "/"))  # the character after the dot
-        return names[first:last]
+def _names_below(fqn: str, names: list[str]) -> list[str]:
+    """Return those of the sorted ``names`` that are below ``fqn``."""
+    first, last = (bisect_left(names, f"{fqn}{after}") for after in (".", "/"))  # the character after the dot
+    return names[first:last]
 
 
 def _add_container(leaf: Leaf, inside: list[str], findings: Findings) -> None:
@@ -793,9 +764,9 @@ def _claimed(
 
 
 def _integer_keys(leaves: list[Leaf]) -> frozenset[PlainPath]:
-    is_integer: Callable[[Key], bool] = lambda key: isinstance(key, DictKey) and type(key.value) is int  # noqa: E731
-    found: set[PlainPath] = set()
-    for leaf in leaves:
-        found.update(plain_path(leaf.path[:depth]) for depth, key in enumerate(leaf.path) if is_integer(key))
-        pause_point()
-    return frozenset(found)
+    return frozenset(
+        plain_path(leaf.path[:depth])
+        for leaf in paced(leaves)
+        for depth, key in enumerate(leaf.path)
+        if isinstance(key, DictKey) and type(key.value) is int
+    )

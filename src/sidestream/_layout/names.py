@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .._format.records import DictKey, Entries, Entry, Key, Manifest, Row, path_of
-from .._runtime.pauses import collected, pause_point
+from .._runtime.pauses import collected, paced, pause_point
 from .._runtime.torch_probes import dtype_from_name, dtype_name, view_key
 from .._staging import Captured, Composite
 from ..errors import InvalidOptionError, KeyCollisionError, MissingKeysError, UnsupportedTensorError, listed
@@ -67,10 +67,7 @@ def selected(names: Iterable[str], select: str | Collection[str] | None, url: st
     plain, globs = _by_kind(patterns)
     unused = dict.fromkeys(patterns)
     found: list[str] = []
-    there: list[str] = []
     for name in names:
-        if len(there) <= _FEW:
-            there.append(name)
         if taken := name in plain:
             unused.pop(name, None)
         for pattern, matches in globs.items():
@@ -82,7 +79,7 @@ def selected(names: Iterable[str], select: str | Collection[str] | None, url: st
             found.append(name)
         pause_point()
     if unused or not patterns:
-        has = ", ".join(there[:_FEW]) + (", ..." if len(there) > _FEW else "") or "no names"
+        has = ", ".join(names[:_FEW]) + (", ..." if len(names) > _FEW else "") or "no names"
         raise MissingKeysError(
             f"{url}: no name matches {', '.join(unused) or 'an empty selection'}; it has {has}", list(unused)
         )
@@ -212,11 +209,11 @@ def consistent(paths: Mapping[str, tuple[Key, ...]], url: str) -> dict[str, tupl
                 lists[place].add(repr(key))
         pause_point()
     broken = {place for place, keys in lists.items() if keys != {repr(index) for index in range(len(keys))}}
-    found: dict[str, tuple[Key, ...]] = {}
-    for fqn, path in paths.items():
-        found[fqn] = path if not broken else tuple(map(_plain, path, map(broken.__contains__, places.of(path))))
-        pause_point()
-    return found
+    if not broken:
+        return dict(paths)
+    return {
+        fqn: tuple(map(_plain, path, map(broken.__contains__, places.of(path)))) for fqn, path in paced(paths.items())
+    }
 
 
 class _Places:
@@ -329,12 +326,11 @@ def renamed(
     """
     known: dict[str, Leaf] = {}
     roots: dict[int, Leaf] = {}
-    for leaf in leaves:
+    for leaf in paced(leaves):
         if isinstance(leaf.value, StatefulRoot):
             roots[leaf.value.number] = leaf
         else:
             known[leaf.fqn] = leaf
-        pause_point()
     # Tied tensors may get one name: they are one tensor of the checkpoint. Two other tensors may not.
     leaders: list[Leaf] = []
 
@@ -348,16 +344,15 @@ def renamed(
     wholes = [fqn for fqn, leaf in known.items() if leaf.whole is None]
     named = new_names(names, wholes, url, identity=identity, others=others)
     wanted: dict[str, str | None] = {}
+    asking: dict[str, list[str]] = {}
     # ``names=`` is asked for whole tensors only. A composite comes before its parts in ``known``, so the new name of
     # the whole is known when a part is reached.
     for fqn, leaf in known.items():
         whole = None if leaf.whole is None else wanted[leaf.whole]
-        wanted[fqn] = named[fqn] if leaf.whole is None else whole and whole + fqn[len(leaf.whole) :]
-        pause_point()
-    asking: dict[str, list[str]] = {}
-    for fqn, new in wanted.items():
+        wanted[fqn] = new = named[fqn] if leaf.whole is None else whole and whole + fqn[len(leaf.whole) :]
         if new is not None:
             asking.setdefault(new, []).append(fqn)
+        pause_point()
     claims = _claims(roots, known, wanted, manifest)
     saved = {fqn: new for fqn, new in wanted.items() if new != fqn}
     found: dict[str, Entry | Row] = {}
@@ -444,10 +439,9 @@ def renamed_state(captured: Captured, names: Names | None, dtype: Dtypes | None,
     if names is not None:
         named = new_names(names, leaves, url, identity=lambda fqn: _identity(leaves[fqn]), others=others)
         first: dict[str, Leaf] = {}
-        for fqn, new in named.items():
+        for fqn, new in paced(named.items()):
             if new is not None:
                 first.setdefault(new, leaves[fqn])  # the first of tied tensors with one name
-            pause_point()
         moved = collected((new, renamed_path(leaf.path, leaf.fqn, new, nested=True)) for new, leaf in first.items())
         paths = consistent(dict(moved), url)
         values = ((path, first[new].value) for new, path in paths.items())

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .._format.records import Entry
-from .._runtime.pauses import pause_point
+from .._runtime.pauses import paced, pause_point
 from .flatten import Leaf, StatefulRoot, plain_path
 
 __all__ = ["LoadedAsSaved", "containers_of", "loaded_as_saved", "unsaved_leaves"]
@@ -109,13 +109,5 @@ def _module_of(hook: Any) -> str:
 def unsaved_leaves(leaves: Iterable[Leaf], depth: int, saved: Iterable[Entry]) -> list[Leaf]:
     """Return those of ``leaves`` that an object may keep: below a key of its state dict of which nothing was saved. The
     value of any other key is what was saved. ``depth`` is that of the object, and ``saved`` is all that it gets."""
-    keys: set[str | int] = set()
-    for entry in saved:
-        keys.update(plain_path(entry.path[depth : depth + 1]))
-        pause_point()
-    kept: list[Leaf] = []
-    for leaf in leaves:
-        if keys.isdisjoint(plain_path(leaf.path[depth : depth + 1])):
-            kept.append(leaf)
-        pause_point()
-    return kept
+    keys = {key for entry in paced(saved) for key in plain_path(entry.path[depth : depth + 1])}
+    return [leaf for leaf in paced(leaves) if keys.isdisjoint(plain_path(leaf.path[depth : depth + 1]))]

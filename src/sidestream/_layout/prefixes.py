@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from .._runtime.pauses import pause_point
+from .._runtime.pauses import paced, pause_point
 from ..options import add_prefix, strip_prefix
 
 __all__ = ["prefix_hint"]
@@ -84,25 +84,16 @@ def _quoted(names: Sequence[str]) -> str:
 
 def _prefix(absent: Sequence[str], saved: Collection[str]) -> _Inserted | None:
     for inserted in _insertions(absent[0], saved):
-        if _all(_with(name, *inserted) in saved for name in absent):
+        if all(_with(name, *inserted) in saved for name in paced(absent)):
             return inserted
     return None
-
-
-def _all(answers: Iterable[bool]) -> bool:
-    for answer in answers:
-        if not answer:
-            return False
-        pause_point()
-    return True
 
 
 def _insertions(name: str, saved: Collection[str]) -> list[_Inserted]:
     """Return a few of the insertions that change ``name`` to a saved name."""
     parts = name.split(".")
     found: list[_Inserted] = []
-    for other in saved:
-        pause_point()
+    for other in paced(saved):
         if not other.endswith(parts[-1]):
             continue
         longer = other.split(".")
@@ -122,7 +113,7 @@ def _prefix_to_leave_out(absent: Sequence[str], saved: Collection[str]) -> _Inse
     for length in range(1, min(_MOST_PARTS, len(parts) - 1) + 1):
         for at in range(len(parts) - length):
             prefix = tuple(parts[at : at + length])
-            if _all(_without(name, at, prefix) in saved for name in absent):
+            if all(_without(name, at, prefix) in saved for name in paced(absent)):
                 return at, prefix
     return None
 

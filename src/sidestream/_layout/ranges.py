@@ -20,7 +20,7 @@ from .._format.records import Row
 from .._runtime.pauses import chunked, pause_point
 from .._runtime.torch_probes import PLAIN_TENSORS, dtype_name, has_shards, on_host_as_is
 
-__all__ = ["Box", "Candidate", "DirectReads", "Payload"]
+__all__ = ["Box", "Candidate", "DirectReads", "Payload", "narrowed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,13 @@ class Box:
         high = tuple(min(start + size, begin + nearby) for start, size, begin, nearby in ends)
         sizes = tuple(map(operator.sub, high, low))
         return None if any(size <= 0 for size in sizes) else Box(low, sizes)
+
+
+def narrowed(tensor: torch.Tensor, start: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    """Return the box of ``tensor`` that begins at ``start``."""
+    for dim, (first, size) in enumerate(zip(start, sizes, strict=True)):
+        tensor = tensor if size == tensor.shape[dim] else tensor.narrow(dim, first, size)
+    return tensor
 
 
 Payload: TypeAlias = tuple[int, int, int, bytes, bytes | None, str]

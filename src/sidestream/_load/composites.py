@@ -2,19 +2,58 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from .._format.records import SPARSE_PARTS, CompositeEntry, Entry
-from .._layout.composites.types import KnownTypes, type_of
 from .._layout.values import decode_value
 from .._runtime.pauses import pause_point
 from .._runtime.torch_probes import dtype_from_name, dtype_name
-from ..errors import CorruptCheckpointError, UnsupportedCheckpointError, UnsupportedTensorError, out_of_memory
+from ..errors import (
+    CorruptCheckpointError,
+    UnsafeObjectError,
+    UnsupportedCheckpointError,
+    UnsupportedTensorError,
+    out_of_memory,
+)
 
 __all__ = ["build_composites", "check_types", "fill_sparse"]
+
+_TENSORS = frozenset(
+    {
+        "torchao.optim.subclass_4bit.OptimState4bit",
+        "torchao.optim.subclass_8bit.OptimState8bit",
+        "torchao.optim.subclass_fp8.OptimStateFp8",
+        "torchao.quantization.Float8Tensor",
+        "torchao.quantization.Int4PlainInt32Tensor",
+        "torchao.quantization.Int4PreshuffledTensor",
+        "torchao.quantization.Int4Tensor",
+        "torchao.quantization.Int4TilePackedTo4dTensor",
+        "torchao.quantization.Int8Tensor",
+        "torchao.quantization.IntxUnpackedToInt8Tensor",
+        "torchao.quantization.granularity.PerTensor",
+    }
+)
+"""The subclasses of tensors that are constructed without ``safe_globals=``, if the program has imported them."""
+
+_BESIDE = frozenset(
+    {
+        "torchao.float8.inference.Float8MMConfig",
+        "torchao.quantization.granularity.PerAxis",
+        "torchao.quantization.granularity.PerBlock",
+        "torchao.quantization.granularity.PerGroup",
+        "torchao.quantization.granularity.PerRow",
+        "torchao.quantization.granularity.PerToken",
+        "torchao.quantization.quant_primitives.MappingType",
+        "torchao.quantization.quantize_.common.kernel_preference.KernelPreference",
+        "torchao.quantization.quantize_.workflows.float8.float8_tensor.QuantizeTensorToFloat8Kwargs",
+        "torchao.quantization.quantize_.workflows.int8.int8_tensor.QuantizeTensorToInt8Kwargs",
+    }
+)
+"""The enums and dataclasses that these subclasses have in addition to their tensors."""
 
 
 def check_types(entries: Mapping[str, Entry], fqns: Iterable[str], allowed: Mapping[str, type]) -> None:
@@ -25,7 +64,7 @@ def check_types(entries: Mapping[str, Entry], fqns: Iterable[str], allowed: Mapp
         entry = entries[fqn]
         assert isinstance(entry, CompositeEntry)
         if entry.type not in SPARSE_PARTS:
-            type_of(fqn, entry.type, allowed)
+            _type_of(fqn, entry.type, allowed)
 
 
 def build_composites(
@@ -45,11 +84,11 @@ def build_composites(
         parts = {part: made[name] if name in made else tensors[name] for part, name in names.items()}
         # After its parts, because a wrapper may be made of other wrappers. The types of all of them were checked before
         # anything was read.
-        context = decode_value(entry.context, fqn, KnownTypes(fqn, allowed))
+        context = decode_value(entry.context, fqn, _KnownTypes(fqn, allowed))
         if entry.type in SPARSE_PARTS:
             made[fqn] = _sparse(fqn, entry, parts, context)
         else:
-            made[fqn] = _subclass(fqn, entry, parts, context, type_of(fqn, entry.type, allowed))
+            made[fqn] = _subclass(fqn, entry, parts, context, _type_of(fqn, entry.type, allowed))
     return made
 
 
@@ -103,3 +142,30 @@ def fill_sparse(fqn: str, target: torch.Tensor, source: torch.Tensor) -> None:
     except RuntimeError as error:
         refused = f"{fqn}: this sparse tensor of the target does not take what was read; load into a new one: {error}"
         raise out_of_memory(error, f"{fqn}, a sparse tensor") or UnsupportedTensorError(refused) from error
+
+
+def _type_of(fqn: str, name: str, allowed: Mapping[str, type], known: frozenset[str] = _TENSORS) -> type:
+    """Return the class ``name`` for the tensor ``fqn``. The file names it, but nothing is imported for it. Raises
+    ``UnsafeObjectError`` if it is neither ``allowed`` nor ``known``, or has not been imported."""
+    if name in allowed:
+        return allowed[name]
+    if name not in known:
+        raise UnsafeObjectError(
+            f"{fqn}: a {name} is made anew only if safe_globals= names that class; or load into a tensor of this kind"
+        )
+    module, _, attribute = name.rpartition(".")
+    found = getattr(sys.modules.get(module), attribute, None)
+    if not isinstance(found, type):
+        raise UnsafeObjectError(f"{fqn}: a {name}, which this program has not imported: import {module} first")
+    return found
+
+
+class _KnownTypes(dict[str, type]):
+    """The types of what the tensor ``fqn`` has in addition to its tensors: allowed types, and those of a fixed list."""
+
+    def __init__(self, fqn: str, allowed: Mapping[str, type]) -> None:
+        super().__init__(allowed)
+        self._fqn = fqn
+
+    def __missing__(self, name: str) -> type:
+        return _type_of(self._fqn, name, {}, _BESIDE)

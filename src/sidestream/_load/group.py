@@ -131,7 +131,7 @@ async def agree_on(
 
 def _masks(manifest: Manifest, plan: LoadPlan) -> tuple[int, int]:
     """Return the unexpected and the requested entries as sets of bits, by the position of the entry."""
-    found = set(plan.unexpected)
+    found = set(plan.findings.unexpected or ())
     outside = set(plan.not_requested)
     bits = bytearray(len(manifest.entries) // 8 + 1), bytearray(len(manifest.entries) // 8 + 1)
     for position, fqn in enumerate(manifest.entries):

@@ -230,7 +230,7 @@ class StateTarget:
         plan, devices, entries = await threads.run(self._match)
         # All of this comes before the first byte of a tensor is read: what differs, what is not understood, which
         # values there are, and the memory. When ``plan`` raises, the target is unchanged.
-        if plan.opaque:
+        if plan.findings.opaque:
             opaque = await threads.run(_opaque, plan)
             several = "; the target requests {} such tensors"
             await refuse_opaque(source, url, opaque, several, " (nothing was changed)")
@@ -300,9 +300,9 @@ class StateTarget:
         prepared, plan = self._ready, self._ready.plan
         clear_gradually(self._manifest.entries)
         clear_gradually(plan.names.manifest.entries)
-        missing = dict.fromkeys([*plan.missing, *self._left[0]])
-        ignored = dict.fromkeys([*plan.ignored, *self._left[1]])
-        return Loaded(prepared.loaded, plan.not_requested, tuple(missing), plan.cast, tuple(ignored))
+        missing = dict.fromkeys([*plan.findings.missing, *self._left[0]])
+        ignored = dict.fromkeys([*plan.findings.ignored, *self._left[1]])
+        return Loaded(prepared.loaded, plan.not_requested, tuple(missing), tuple(plan.findings.cast), tuple(ignored))
 
     def written(self) -> tuple[str, ...]:
         """Return the tensors of the target that may have been changed, under all their names."""
@@ -497,7 +497,7 @@ def _laid_out(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _opaque(plan: LoadPlan) -> dict[str, OpaqueEntry]:
     entries = plan.names.manifest.entries
-    found = ((fqn, entries[fqn]) for fqn in paced(plan.opaque))
+    found = ((fqn, entries[fqn]) for fqn in paced(plan.findings.opaque))
     return {fqn: entry for fqn, entry in found if isinstance(entry, OpaqueEntry)}
 
 

@@ -83,7 +83,11 @@ class Upkeep:
     async def _run(self) -> None:
         while self._requested:
             self._requested = False
-            failure = await self._failure()
+            failure: Exception | None = None
+            try:
+                await self._work()
+            except Exception as error:  # any class: a retention policy of the user may raise it
+                failure = error
             # A failure that repeats is reported once. Retention runs after each save, and a bucket without permissions
             # would fill the log.
             if failure is not None and type(failure) is not self._failed:
@@ -95,13 +99,6 @@ class Upkeep:
             self._failed = type(failure)
             last = failure or next(reversed(self._known), None)
             self.error = None if last is None else str(last)
-
-    async def _failure(self) -> Exception | None:
-        try:
-            await self._work()
-        except Exception as error:  # any class: a retention policy of the user may raise it
-            return error
-        return None
 
     def _report(self, key: object, error: Exception) -> None:
         _log.error("%s: %s: %s", self._name, type(error).__name__, printable_lines(str(error)))
@@ -157,8 +154,7 @@ class Exports:
         self.pruning = Upkeep(self._prune, f"sidestream exports of {run}")
         """The deletion of old exports."""
         self._lock = threading.Lock()
-        self._made: list[PendingExport] = []  # also for saves that wait for their turn
-        self._pending: list[PendingExport] = []
+        self._made: list[PendingExport] = []
 
     def of(self, step: int, target: str) -> tuple[PendingExport, ...]:
         """Return the exports of the save of ``step`` to the URL ``target``. Called in the order of the saves, in any
@@ -193,30 +189,28 @@ class Exports:
             if lease is not None:
                 await lease.release()
 
-    def watch_over(self, exports: Sequence[PendingExport], *, deletes: bool) -> None:
-        """Add these exports to those that ``ended`` waits for. With ``deletes``, request the deletions of this process
-        after each of them. They belong to a save that will end, so they will end too."""
-        with self._lock:
-            self._pending = [*(one for one in self._pending if not one.done()), *exports]
-        follow = [self._after_each, None if self._keep is None else self.pruning.request]
-        for one in exports if deletes else ():
-            for request in filter(None, follow):
-                one.when_done(request)
+    def delete_after(self, exports: Sequence[PendingExport]) -> None:
+        """Request the deletions of this process after each of these exports."""
+        for one in exports:
+            if self._after_each is not None:
+                one.when_done(self._after_each)
+            if self._keep is not None:
+                one.when_done(self.pruning.request)
 
     async def ended(self) -> None:
         """Wait until all exports, and the deletions after them, have ended. Never raises their errors."""
-        await all_ended(self._pending)
+        await all_ended(self._made)
         await self.pruning.ended()
 
     def cancel(self) -> None:
         """Cancel all exports."""
-        for one in self._pending:
+        for one in self._made:
             one.cancel()
         self.pruning.cancel()
 
     async def stop(self) -> None:
         """Cancel all exports, and wait until they have cleaned up."""
-        for one in self._pending:
+        for one in self._made:
             one.cancel()
         await run_shielded(self.ended)
 

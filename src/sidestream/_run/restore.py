@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 from .._group import Member, Operation, run_together
 from .._load.open.manifest import read_metadata
@@ -42,8 +42,6 @@ from .steps import check_run, list_steps, named_steps, still_listed
 __all__ = ["Latest", "Reading", "StepSelector", "choose"]
 
 
-E = TypeVar("E", bound=SidestreamError)
-
 _log = logging.getLogger("sidestream")
 
 _PAUSE_S = 0.05
@@ -63,28 +61,34 @@ class StepSelector:
 
 
 @dataclass(slots=True)
-class Restoring(ABC, Generic[E]):
+class Restoring(ABC):
     """One ``restore``. ``run`` may be called once. Afterwards ``step`` is the step that was loaded."""
 
-    store: Store
-    url: str
-    leases: Leases
+    place: Run
     selector: StepSelector
     request: LoadRequest
     step: int | None = None
-    _passed: list[tuple[Step, E]] = field(default_factory=list)
+    _passed: list[tuple[Step, SidestreamError]] = field(default_factory=list)
 
     @property
     def passed_over(self) -> dict[str, str]:
         """The errors of the damaged directories, by name."""
         return {step.name: str(error) for step, error in self._passed}
 
+    async def _load(self, step: Step, state: Mapping[str, Any], operation: Operation | None = None) -> LoadReport:
+        request = self.request
+        # With a tolerance for missing tensors, an older step may leave tensors of the target unchanged. If an older
+        # step may be loaded after a damaged one, the damaged step must not have changed these tensors.
+        if self.selector.or_older and request.tolerance.missing:
+            request = replace(request, options=replace(request.options, atomic=True))
+        return await load_from(self.place.at(step.name), state, request, _context(self.place.url, step), operation)
+
     @abstractmethod
     async def run(self, state: Mapping[str, Any]) -> LoadReport | None:
         """Return the report of the load; None if there is no step that the selector accepts."""
 
 
-class RestoringAlone(Restoring[CorruptCheckpointError]):
+class RestoringAlone(Restoring):
     """A ``restore`` by one process."""
 
     async def run(self, state: Mapping[str, Any]) -> LoadReport | None:
@@ -93,7 +97,7 @@ class RestoringAlone(Restoring[CorruptCheckpointError]):
         gone: SidestreamError | None = None
         while True:
             excluded = [step.name for step, _ in self._passed]
-            chosen = await choose(self.store, self.leases, self.selector, excluded)
+            chosen = await choose(self.place.store, self.place.leases, self.selector, excluded)
             if chosen is None:
                 self._raise_damage()
                 if gone is not None and gone.written:  # without an error the target would count as unchanged
@@ -101,6 +105,8 @@ class RestoringAlone(Restoring[CorruptCheckpointError]):
                 return None
             step, lease = chosen
             try:
+                if step.damage is not None:
+                    raise step.damage
                 report = await self._load(step, state)
             # There are three failures of a chosen step. It is gone: the listing was older than its deletion, so the
             # choice is made again. It is damaged: an older one is taken if the caller admits that. Everything else is
@@ -109,7 +115,7 @@ class RestoringAlone(Restoring[CorruptCheckpointError]):
                 gone = error  # deleted before it was leased, or by a process that ignores leases: choose again
                 continue
             except CorruptCheckpointError as error:
-                if lease is None and step.damage is None and await step.current(self.store) is None:
+                if lease is None and step.damage is None and await step.current(self.place.store) is None:
                     gone = error  # deleted during the load, because this process could not put a lease
                     continue
                 self._passed.append((step, error))
@@ -120,14 +126,8 @@ class RestoringAlone(Restoring[CorruptCheckpointError]):
                 if lease is not None:
                     await lease.release()
             self.step = step.step
-            passed = _fell_back(self.url, self._passed, step)
+            passed = _fell_back(self.place.url, self._passed, step)
             return replace(report, passed_over=passed, leased=lease is not None)
-
-    async def _load(self, step: Step, state: Mapping[str, Any]) -> LoadReport:
-        if step.damage is not None:
-            raise step.damage
-        context, request = _context(self.url, step), _request(self.request, self.selector)
-        return await load_from(Location(self.store, step.name, context.url), state, request, context)
 
     def _raise_damage(self) -> None:
         """Raise the error of the newest damaged step. Do nothing if no step was damaged."""
@@ -142,7 +142,7 @@ class RestoringAlone(Restoring[CorruptCheckpointError]):
 
 
 @dataclass(slots=True)
-class RestoringTogether(Restoring[RankFailuresError]):
+class RestoringTogether(Restoring):
     """A ``restore`` by all ranks of a group, where rank 0 chooses the step."""
 
     member: Member = field(kw_only=True)
@@ -186,7 +186,7 @@ class RestoringTogether(Restoring[RankFailuresError]):
                 return None
             assert load.step is not None
             self.step = load.step.step
-            passed = _fell_back(self.url, self._passed, load.step, rank=operation.rank, world=operation.world)
+            passed = _fell_back(self.place.url, self._passed, load.step, rank=operation.rank, world=operation.world)
             return replace(report, passed_over=passed, leased=load.leased)
 
 
@@ -202,7 +202,6 @@ class _StepLoad:
         self.leased = False
 
     async def run(self, operation: Operation) -> LoadReport | None:
-        restoring = self._restoring
         answer = json.loads(await operation.aexchange("choose", b"", self._choose))
         if answer is None:
             return None
@@ -210,17 +209,14 @@ class _StepLoad:
         self.leased = answer["leased"]
         if answer["damage"] is not None:
             raise CorruptCheckpointError(answer["damage"])
-        context = _context(restoring.url, self.step)
-        where = Location(restoring.store, self.step.name, context.url)
-        request = _request(restoring.request, restoring.selector)
-        return await load_from(where, self._state, request, context, operation)
+        return await self._restoring._load(self.step, self._state, operation)
 
     async def _choose(self, _: Sequence[bytes]) -> bytes:
         """Choose a step, lease it, and return it as JSON. Called on rank 0."""
-        restoring = self._restoring
+        restoring, place = self._restoring, self._restoring.place
         await self._check_shared()
         excluded = [step.name for step, _ in restoring._passed]
-        chosen = await choose(restoring.store, restoring.leases, restoring.selector, excluded)
+        chosen = await choose(place.store, place.leases, restoring.selector, excluded)
         if chosen is None:
             return b"null"
         step, self.lease = chosen
@@ -232,22 +228,11 @@ class _StepLoad:
         if self._missed is None:
             return
         step, failures = self._missed
-        seen = await step.current(self._restoring.store)
+        seen = await step.current(self._restoring.place.store)
         if seen is not None and seen.damage is None:  # neither deleted nor being deleted
             ranks = ", ".join(str(failure.rank) for failure in failures.failures[:_RANKS_SHOWN])
             text = f"rank 0 sees this step, others do not (rank {ranks}): is the directory on storage that all share?"
-            raise StorageNotSharedError(2, text, f"{self._restoring.url}/{step.name}")
-
-
-def _request(request: LoadRequest, selector: StepSelector) -> LoadRequest:
-    """Return the request with which a step is loaded.
-
-    With a tolerance for missing tensors, an older step may leave tensors of the target unchanged. If an older step may
-    be loaded after a damaged one, the damaged step must not have changed these tensors. So the load is made atomic.
-    """
-    if not (selector.or_older and request.tolerance.missing):
-        return request
-    return replace(request, options=replace(request.options, atomic=True))
+            raise StorageNotSharedError(2, text, f"{self._restoring.place.url}/{step.name}")
 
 
 def _context(run: str, step: Step, *, rank: int = 0, world: int = 1) -> LoadContext:
@@ -312,17 +297,17 @@ async def choose(
 async def _still_there(store: Store, leases: Leases, step: Step, lease: Lease) -> bool:
     """Return whether no process has begun to delete the step, now that it has our lease. If one has, release the
     lease."""
+    there = False
     try:
         seen = await leases.seen()
         going = any(one.directory == step.name and one.kind == "delete" and not leases.dead(one) for one in seen)
-        if not going and await step.current(store) is not None:
-            return True
-    except BaseException:
-        await lease.release()
-        raise
-    await lease.release()
-    await asyncio.sleep(_PAUSE_S)
-    return False
+        there = not going and await step.current(store) is not None
+    finally:
+        if not there:
+            await lease.release()
+    if not there:
+        await asyncio.sleep(_PAUSE_S)
+    return there
 
 
 class Reading:
@@ -345,7 +330,7 @@ class Reading:
     ) -> int | None:
         """As ``Checkpointer.restore``."""
         run, member, selector = self._run, self._run.together(), step_selector(step, fallback)
-        given = (run.store, run.url, run.leases, selector, request)
+        given = (run, selector, request)
         restoring = RestoringAlone(*given) if member is None else RestoringTogether(*given, member=member)
         with run.time_limit(request.options.timeout_s):
             self.restored = await restoring.run(state)

@@ -220,13 +220,19 @@ class KeepBest(_Policy):
         return {-step for _, step in ranked[: self.n]}
 
 
+def _policies(keep: Retention) -> Iterator[Retention]:
+    """Yield the policies of which ``keep`` consists."""
+    if not isinstance(keep, _Either):
+        yield keep
+        return
+    for policy in keep.policies:
+        yield from _policies(policy)
+
+
 def unknown_metrics(keep: Retention, steps: Collection[SavedStep]) -> list[str]:
     """Return the metrics of ``keep`` that none of ``steps`` has, if steps are kept for that reason alone."""
-    if isinstance(keep, _Either):
-        return [metric for policy in keep.policies for metric in unknown_metrics(policy, steps)]
-    if not isinstance(keep, KeepBest) or len(steps) <= keep.n:
-        return []
-    return [] if any(_metric(each.metadata, keep.metric) is not None for each in steps) else [keep.metric]
+    metrics = [one.metric for one in _policies(keep) if isinstance(one, KeepBest) and len(steps) > one.n]
+    return [metric for metric in metrics if all(_metric(each.metadata, metric) is None for each in steps)]
 
 
 def metrics_in(metadata: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -273,17 +279,13 @@ class Pruned:
 def needs_metadata(keep: Retention) -> bool:
     """Return whether ``keep`` may use the metadata of steps, which have to be read from storage. A policy of the user
     always gets them."""
-    if isinstance(keep, _Either):
-        return any(needs_metadata(policy) for policy in keep.policies)
     # By the exact type: a subclass may override ``kept``, and then needs what any policy of the user needs.
-    return type(keep) not in (KeepAll, KeepLast, KeepEvery)
+    return any(type(one) not in (KeepAll, KeepLast, KeepEvery) for one in _policies(keep))
 
 
 def uses_only_numbers(keep: Retention) -> bool:
     """Return whether ``keep`` uses nothing of a step but its number."""
-    if isinstance(keep, _Either):
-        return all(uses_only_numbers(policy) for policy in keep.policies)
-    return not needs_metadata(keep) and getattr(keep, "seconds", None) is None
+    return not needs_metadata(keep) and all(getattr(one, "seconds", None) is None for one in _policies(keep))
 
 
 def deletable_steps(
@@ -316,9 +318,7 @@ def _kept_by(policy: Retention, steps: Sequence[SavedStep]) -> AbstractSet[int]:
 
 def keeps_all(keep: Retention) -> bool:
     """Return whether ``keep`` never deletes a step, so that the run need not be listed."""
-    if isinstance(keep, _Either):
-        return any(keeps_all(policy) for policy in keep.policies)
-    return type(keep) is KeepAll
+    return any(type(one) is KeepAll for one in _policies(keep))
 
 
 def best_of(steps: Sequence[SavedStep], metric: str, mode: Literal["min", "max"]) -> int | None:

@@ -518,7 +518,8 @@ class Saves:
                 stage = request.prepare(operation)
             launch = partial(self._launch, request, entry, operation, step)
             work = QueuedSave(self._run.url, step, entry, stage, launch)
-            self._exports.watch_over(request.exports, deletes=self._run.leads)
+            if self._run.leads:
+                self._exports.delete_after(request.exports)
             pending = context.run(PendingSave, work, request.exports)
             self._watch_over(pending, step)
             if stage is not None:

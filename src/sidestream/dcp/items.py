@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,11 +18,11 @@ from .._foreign.torch_zip.file import check_value_item, open_value_item
 from .._format.checksum import crc32
 from .._format.records import DTYPES, Node
 from .._format.shard import BlockSums, ShardLayout
-from .._layout.save_layout import PlannedFiles, window_bytes_for, window_copies
-from .._runtime.threads import by_size, collected, pause_point
+from .._layout.save_layout import PlannedFiles, images_of, window_bytes_for
+from .._runtime.threads import by_size, pause_point
 from .._runtime.torch_probes import check_tensor, dtype_name, storage_key, transformed_stream
 from .._save.running import Save
-from .._staging import AsyncStager, Captured, ImageLayout, Staging, capture
+from .._staging import AsyncStager, Captured, Staging, capture
 from .._storage import Body, BytesBody, ShardBody
 from ..errors import (
     CorruptCheckpointError,
@@ -34,14 +33,13 @@ from ..errors import (
 )
 from .metadata import PackedReceipt, Receipt, TensorReceipt, ValueReceipt
 
-__all__ = ["Outgoing", "warn_of_refused"]
+__all__ = ["Outgoing"]
 
 _BUDGET_BYTES = 256 << 20
 _GROUP_BYTES = 512 << 20  # a planner may make tensors when it resolves them: two groups of them exist at a time
 _VALUES_BYTES = 64 << 20
 _NODE_BYTES = 1 << 20  # a larger value is only in its item, and not in the manifest too
 _NO_LIMIT = 1 << 62
-_LISTED = 8
 _GRACE_S = 5.0
 
 
@@ -70,17 +68,12 @@ class Outgoing:
         rank: int,
         extensions: Sequence[object],
         save: Save,
-        *,
-        allow: Set[str] = frozenset(),
+        allow: Set[str],
     ) -> None:
         """``allow`` has the names of the types that readers will be allowed to make."""
         self.refused: dict[str, str] = {}
         """The reason why a reader without options refuses a value, by FQN. Complete when ``files`` is exhausted."""
-        self.opaque: dict[str, str] = {}
-        """The same for values that the planner wrote in its own format."""
         self._allow = allow
-        self._tag = ""
-        """The end of the names of the files. It is different for each attempt to write a part."""
         self._planner = planner
         self._rank = rank
         self._deadline = save.deadline
@@ -132,7 +125,7 @@ class Outgoing:
 
     def _name(self) -> str:
         self._files += 1
-        return f"__{self._rank}_{self._files - 1}{self._tag}.distcp"
+        return f"__{self._rank}_{self._files - 1}.distcp"
 
     # --- values, and items with extensions ---
 
@@ -166,7 +159,7 @@ class Outgoing:
         """Return the bytes of a planner as data, if they are a pickle of plain data."""
         nbytes = len(data.getbuffer())
         if bytes(data.getbuffer()[:4]) != b"PK\x03\x04":
-            self.opaque[fqn] = "bytes in the planner's own format"
+            self.refused[fqn] = "bytes in the planner's own format"
             return {"stored": "bytes"}
         if nbytes > MAX_VALUE_BYTES:
             self.refused[fqn] = f"it has {nbytes} bytes, more than the {MAX_VALUE_BYTES} that are read"
@@ -246,11 +239,7 @@ def _plan_group(items: Sequence[WriteItem], captured: Captured) -> PlannedFiles:
     looks = ((dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
     window_bytes = window_bytes_for(sum(tensor.nbytes for tensor in tensors), _BUDGET_BYTES)
     (shard,) = ShardLayout.lay_out(looks, _NO_LIMIT, window_bytes)
-    as_they_are = [None] * len(tensors)
-    images = tuple(
-        ImageLayout(window.end - window.start, tuple(collected(window_copies(shard, window, 0, tensors, as_they_are))))
-        for window in shard.windows
-    )
+    images = images_of((shard,), tensors, [None] * len(tensors))
     return PlannedFiles(0, (shard,), images, b"")
 
 
@@ -272,16 +261,3 @@ def _check(tensor: torch.Tensor, item: WriteItem, *, held: bool) -> None:
 def _planned_bytes(item: WriteItem) -> int:
     planned = item.tensor_data
     return 0 if planned is None else math.prod(planned.chunk.sizes) * planned.properties.dtype.itemsize
-
-
-def warn_of_refused(refused: Mapping[str, str], url: str, remedy: str) -> None:
-    """Warn once, at the save, of all values that a reader without options would refuse."""
-    if not refused:
-        return
-    listed = [f"{fqn} ({why})" for fqn, why in list(refused.items())[:_LISTED]]
-    more = f", and {len(refused) - _LISTED} more" if len(refused) > _LISTED else ""
-    warnings.warn(
-        f"{url}: sidestream refuses to load {len(refused)} of the values by default, because they are not plain data: "
-        f"{', '.join(listed)}{more}. They are saved, and stock DCP loads them. {remedy}",
-        stacklevel=2,
-    )

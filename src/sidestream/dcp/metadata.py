@@ -117,15 +117,11 @@ def files_of_commit(metadata: Metadata, about: Manifest, saved_at: int) -> dict[
     """
     if any(isinstance(receipt, PackedReceipt) for receipt in metadata.storage_data.values()):
         return {METADATA_NAME: _pickled(metadata)}
-    raw = _manifest_of(metadata, about)
-    return {about.name: raw, METADATA_NAME: with_marker(_pickled(metadata), marker_of(about, raw, saved_at))}
-
-
-def _manifest_of(metadata: Metadata, about: Manifest) -> bytes:
     receipts: _Receipts = {_place(index): receipt for index, receipt in metadata.storage_data.items()}
     manifest = _manifest(metadata, receipts, about)
     validate(manifest)
-    return b"".join(collected(write_manifest(manifest, TORCH_VERSION)))
+    raw = b"".join(collected(write_manifest(manifest, TORCH_VERSION)))
+    return {about.name: raw, METADATA_NAME: with_marker(_pickled(metadata), marker_of(about, raw, saved_at))}
 
 
 def _pickled(metadata: Metadata) -> bytes:

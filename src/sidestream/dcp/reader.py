@@ -29,7 +29,7 @@ from ..errors import InvalidOptionError, SaveAbortedError
 from ..events import LoadContext
 from ..options import Storage, Trust, Verify, check_choice, check_timeout, check_verify, storage_of
 from .planned import in_batches, metadata_of, read_bytes, targets_of, values_of
-from .session import Address, Sessions, is_located
+from .session import Address, Session, is_located
 from .stock_options import StockReaderOptions, check_stock_reader, one_url
 
 __all__ = ["StorageReader"]
@@ -58,8 +58,8 @@ class _Load:
         call_from_thread(self.source.aclose)
 
 
-@dataclass(slots=True)
-class _Session:
+@dataclass(eq=False)
+class _Session(Session):
     """The state of one DCP call. ``wanted``: its ``checkpoint_id``."""
 
     wanted: str | os.PathLike[str] | None = None
@@ -127,29 +127,30 @@ class StorageReader(DcpStorageReader):
         self._allow = allowed_types(safe_globals)
         self._trust: Trust = trust
         self._timeout_s = timeout_s
-        self._sessions: Sessions[_Session] = Sessions(_Session)
+        self._session = _Session()
 
     # --- what DCP calls, in this order ---
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a load of ``checkpoint_id``, or of the URL of this reader."""
-        session = self._sessions.current()
-        session.end()
-        session.wanted, session.load_id = checkpoint_id if checkpoint_id else None, uuid.uuid4().hex
+        self._session.end()
+        self._session.wanted = checkpoint_id if checkpoint_id else None
+        self._session.load_id = uuid.uuid4().hex
 
     # Without a parameter named kwargs, so that DCP does not call it again for the metadata of one rank: here the
     # metadata of all ranks are read as one checkpoint, and with collectives.
     def read_metadata(self, *_: Any, **options: Any) -> Metadata:
         """Open the checkpoint and return its metadata."""
-        session = self._sessions.current()
-        session.end()
+        self._session.end()
         deadline = Deadline.after(self._timeout_s)
-        location = self._address.located(session.wanted)
+        location = self._address.located(self._session.wanted)
         lifecycle = LoadLifecycle(_context(location.url))
+        load: _Load | None = None
 
         async def read() -> Metadata:
+            nonlocal load
             source, manifest = await open_manifest(location)
-            session.load = _Load(source, location.url, deadline, manifest, lifecycle)
+            load = _Load(source, location.url, deadline, manifest, lifecycle)
             return await io_threads().run(metadata_of, manifest, location.url)
 
         lifecycle.started()
@@ -157,10 +158,12 @@ class StorageReader(DcpStorageReader):
             metadata = call_from_thread(read, deadline)
         except BaseException as error:
             lifecycle.failed(error, 0)
-            session.end()
+            if load is not None:
+                load.release()
             raise
-        assert session.load is not None
-        lifecycle.opened(session.load.manifest)
+        assert load is not None
+        self._session.load = load
+        lifecycle.opened(load.manifest)
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -179,7 +182,7 @@ class StorageReader(DcpStorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read everything in ``plan`` into its place. The future that is returned is done."""
-        session, load = self._sessions.current(), self._load()
+        load = self._load()
         load.lifecycle.planned()
         try:
             self._read(load, plan, planner)
@@ -189,7 +192,7 @@ class StorageReader(DcpStorageReader):
         finally:
             # Here and not later: DCP makes no call after this one. A reader is used again for the next load.
             load.release()
-            session.load = session.wanted = None
+            self._session.load = self._session.wanted = None
         load.lifecycle.read(load.nbytes)
         if self._verify == "always":
             load.lifecycle.verified(len(load.unverified))
@@ -206,17 +209,17 @@ class StorageReader(DcpStorageReader):
     @property
     def checkpoint_id(self) -> str:
         """The URL that a DCP call in this thread reads."""
-        return self._address.located(self._sessions.current().wanted).url
+        return self._address.located(self._session.wanted).url
 
     @property
     def load_id(self) -> str:
         """The id of the current or last load in this thread. Each ``reset`` creates a new one."""
-        return self._sessions.current().load_id
+        return self._session.load_id
 
     # --- implementation ---
 
     def _load(self) -> _Load:
-        load = self._sessions.current().load
+        load = self._session.load
         if load is None:
             raise InvalidOptionError("read_metadata() comes first; DCP's load() calls everything in its order")
         return load

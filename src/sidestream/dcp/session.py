@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from .._storage import LocalStore, Location, locate_directory
 from ..errors import SidestreamError
 from ..options import Storage
 
-__all__ = ["Address", "Sessions", "is_located"]
-
-S = TypeVar("S")
+__all__ = ["Address", "Session", "is_located"]
 
 
 class Address:
@@ -35,25 +32,13 @@ class Address:
         return locate_directory(instead or self._url, Storage(**self._storage))
 
 
-class Sessions(Generic[S]):
-    """The states of DCP calls, one for each thread. DCP runs each call in one thread, and calls in several threads may
-    share one writer: a second ``async_save`` begins before the first has ended."""
-
-    def __init__(self, make: Callable[[], S]) -> None:
-        self._make = make
-        self._local = threading.local()
-
-    def current(self) -> S:
-        """Return the state of the current thread's call."""
-        # By thread, because DCP has no handle for a call: it calls the methods of one writer in their order, in one
-        # thread.
-        session: S | None = getattr(self._local, "session", None)
-        if session is None:
-            self._local.session = session = self._make()
-        return session
+class Session(threading.local):
+    """The state of a DCP call, of which each thread has its own. DCP has no handle for a call: it calls the methods of
+    one writer in their order, in one thread. Calls in several threads may share one writer: a second ``async_save``
+    begins before the first has ended. Pickling leaves the state out."""
 
     def __reduce__(self) -> Any:
-        return type(self), (self._make,)
+        return type(self), ()
 
 
 def is_located(checkpoint_id: str | os.PathLike[str]) -> bool:

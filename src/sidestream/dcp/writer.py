@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -38,14 +39,15 @@ from ..options import (
     check_writer,
     storage_of,
 )
-from .items import Outgoing, warn_of_refused
+from .items import Outgoing
 from .layout import PlannerLayout
 from .orders import SentOrder, forget_order, order_received
-from .session import Address, Sessions, is_located
+from .session import Address, Session, is_located
 from .stock_options import StockWriterOptions, check_extensions, check_stock_writer, durability_of, one_url
 
 __all__ = ["StorageWriter"]
 
+_LISTED = 8
 _REMEDY = (
     'Pass safe_globals=[...] with the types, or trust="pickle", to StorageReader or LoadOptions; pass it to '
     "StorageWriter too, and this warning is not shown."
@@ -136,14 +138,14 @@ class StorageWriter(DcpStorageWriter):
         self._allow = frozenset(allowed_types(safe_globals))
         self._trust: Trust = trust
         self._warned: set[str] = set()
-        self._sessions: Sessions[_Session] = Sessions(_Session)
+        self._session = _Session()
 
     # --- what DCP calls, in this order ---
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a save to ``checkpoint_id``, or to the URL of this writer."""
-        session = self._sessions.current()
-        session.wanted, session.save_id = checkpoint_id if checkpoint_id else None, uuid.uuid4().hex
+        self._session.wanted = checkpoint_id if checkpoint_id else None
+        self._session.save_id = uuid.uuid4().hex
 
     def storage_meta(self) -> StorageMeta | None:
         """Return the URL and the save id."""
@@ -160,11 +162,11 @@ class StorageWriter(DcpStorageWriter):
             )
         # An order of an earlier save may have been received in this thread. This save must not write by it.
         forget_order()
-        session, location = self._sessions.current(), self._wanted()
+        location = self._wanted()
         if self._kind == "replacement":
             location.store.check_replaces()
-        session.drop()
-        session.call, session.wanted = _Call(location, Deadline.after(self._timeout_s)), None
+        self._session.drop()
+        self._session.call, self._session.wanted = _Call(location, Deadline.after(self._timeout_s)), None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return ``plan`` unchanged."""
@@ -173,7 +175,7 @@ class StorageWriter(DcpStorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the attempt, and send it to every rank in its plan."""
         call = self._call()
-        session, target = self._sessions.current(), call.location.name
+        session, target = self._session, call.location.name
         # The id names the attempt, so it must be new in each save. ``reset`` makes it, and DCP does not call that in
         # every case.
         if session.used == self.save_id:  # the id of an earlier save, if reset() was not called
@@ -210,7 +212,7 @@ class StorageWriter(DcpStorageWriter):
             raise InvalidOptionError(f"this rank saves to {call.location.name!r}, rank 0 to {meant}: pass the same URL")
         if call.save is None:
             call.save = self._begin(call, sent, "joined")
-        self._sessions.current().save_id = sent.save_id
+        self._session.save_id = sent.save_id
         try:
             with time_limit(call.deadline):
                 results = self._write_items(call.save, sent.rank, plan, planner)
@@ -219,7 +221,7 @@ class StorageWriter(DcpStorageWriter):
             # With several ranks the attempt stays until DCP has ended the call on all of them. Until then they may be
             # writing into it.
             if call.alone:
-                self._sessions.current().drop()
+                self._session.drop()
             raise
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -236,7 +238,7 @@ class StorageWriter(DcpStorageWriter):
         call_from_thread(lambda: _commit(save, written, layout), call.deadline)
         # DCP returns this object, as it was written.
         vars(metadata).update(vars(layout.stock_metadata()))
-        self._sessions.current().drop()
+        self._session.drop()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -246,24 +248,23 @@ class StorageWriter(DcpStorageWriter):
     @property
     def checkpoint_id(self) -> str:
         """The URL that a DCP call in this thread writes to."""
-        session = self._sessions.current()
-        if session.call is not None and session.wanted is None:
-            return session.call.location.url
+        if self._session.call is not None and self._session.wanted is None:
+            return self._session.call.location.url
         return self._wanted().url
 
     @property
     def save_id(self) -> str:
         """The id of the current or last save in this thread. Once ``write_data`` has begun it is the same on every
         rank, and readers identify the checkpoint by it."""
-        return self._sessions.current().save_id
+        return self._session.save_id
 
     # --- implementation ---
 
     def _wanted(self) -> Location:
-        return self._address.located(self._sessions.current().wanted)
+        return self._address.located(self._session.wanted)
 
     def _call(self) -> _Call:
-        call = self._sessions.current().call
+        call = self._session.call
         if call is None:
             raise InvalidOptionError("set_up_storage_writer() comes first; DCP's save() calls everything in its order")
         return call
@@ -281,29 +282,34 @@ class StorageWriter(DcpStorageWriter):
         )
 
     def _write_items(self, save: Save, rank: int, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        outgoing = Outgoing(plan, planner, rank, self._extensions, save, allow=self._allow)
+        outgoing = Outgoing(plan, planner, rank, self._extensions, save, self._allow)
         stop = Stop()
         try:
             write_files(save, outgoing.files(), stop)
-            self._warn(outgoing, save.location.url)
+            self._warn(outgoing.refused, save.location.url)
             return outgoing.results(save.transaction.committed_name)
         finally:
             stop.set()
             outgoing.close()
 
-    def _warn(self, outgoing: Outgoing, url: str) -> None:
-        """Warn of values that readers refuse by default, once for each name."""
-        if self._trust == "pickle":
+    def _warn(self, refused: Mapping[str, str], url: str) -> None:
+        """Warn once, at the save, of all values that a reader without options would refuse; once for each name."""
+        values = [f"{fqn} ({why})" for fqn, why in refused.items() if fqn not in self._warned]
+        if self._trust == "pickle" or not values:
             return
-        refused = {fqn: why for fqn, why in {**outgoing.refused, **outgoing.opaque}.items() if fqn not in self._warned}
         self._warned.update(refused)
-        warn_of_refused(refused, url, _REMEDY)
+        more = f", and {len(values) - _LISTED} more" if len(values) > _LISTED else ""
+        warnings.warn(
+            f"{url}: sidestream refuses to load {len(values)} of the values by default, because they are not plain "
+            f"data: {', '.join(values[:_LISTED])}{more}. They are saved, and stock DCP loads them. {_REMEDY}",
+            stacklevel=2,
+        )
 
     # --- the end ---
 
     def close(self) -> None:
         """Remove the leftovers of a save that failed in this thread. The writer can be used again."""
-        self._sessions.current().drop()
+        self._session.drop()
 
     def __enter__(self) -> StorageWriter:
         return self
@@ -314,8 +320,8 @@ class StorageWriter(DcpStorageWriter):
         self.close()
 
 
-@dataclass(slots=True)
-class _Session:
+@dataclass(eq=False)
+class _Session(Session):
     """The state of one DCP call. ``wanted``: its ``checkpoint_id``, until the save begins. ``used``: the save id of the
     last attempt."""
 

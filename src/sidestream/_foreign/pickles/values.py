@@ -286,10 +286,7 @@ class _Translator:
         return {"numpy": {"dtype": spelled, "data": self._base64(data)}}
 
     def _nodes(self, values: Sequence[object]) -> list[Node]:
-        nodes: list[Node] = []
-        for value in values:
-            nodes.append(self.node(value))
-        return nodes
+        return [self.node(value) for value in values]
 
     def _hashable_nodes(self, values: Sequence[object]) -> list[Node]:
         nodes = self._nodes(values)

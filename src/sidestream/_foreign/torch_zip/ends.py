@@ -14,34 +14,15 @@ from zlib import crc32
 
 from ...errors import CorruptCheckpointError
 from .file import Records, TensorPayload, open_tensor_item
-from .zip import RecordPlace, TorchZip
+from .zip import RecordPlace, Seekable, TorchZip
 
-__all__ = ["Ends", "Seekable", "TensorItems"]
+__all__ = ["Ends", "TensorItems"]
 
 _FIRST_BYTES = 256  # they contain the size of the pickle, and mostly all of it
 _MOST_PATTERNS = 256
 _MOST_FIXED_BYTES = 16 << 10  # of one pattern; items of torch.save have less than 2 KiB beside their elements
 _PIECE_BYTES = 64 << 10
 _RANDOM = ".data/serialization_id"  # torch.save writes another one into each item
-
-
-class Seekable(io.RawIOBase):
-    """A readable and seekable file of ``nbytes``. Subclasses implement ``readinto``."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = (0, self._position, self._nbytes)[whence]
-        self._position = max(0, base + offset)
-        return self._position
 
 
 @dataclass(frozen=True, slots=True)

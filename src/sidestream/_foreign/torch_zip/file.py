@@ -122,15 +122,8 @@ def open_value_item(
     value = decode(pickled, value_globals(allow))
     budget = ValueBudget() if budget is None else budget
     budget.grant(len(pickled), item_bytes)
-    payloads: dict[str, bytes] = {}
-
-    def read_payload(tensor: StoredTensor) -> bytes:
-        record = _record(archive, tensor)
-        if record not in payloads:
-            payloads[record] = archive.read(record, item_bytes)
-        return payloads[record]
-
-    return node_of(value, budget, read_payload, allow)
+    payloads = _Payloads(_ZipFile(value, len(pickled), archive))
+    return node_of(value, budget, payloads.read, allow)
 
 
 class _AnyName:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from ..._runtime.pauses import pause_point
+from ..._runtime.pauses import paced, pause_point
 from ...errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ..pickles.tensors import PickledStorage, StoredTensor, read_storage
 from ..pickles.unpickle import Pairs, decode_next, persistent_in
@@ -60,8 +60,7 @@ def read_legacy(source: BinaryIO, file_bytes: int) -> LegacyFile:
     wrote."""
     root, keys, end = _read_pickles(source, min(file_bytes, _MOST_PICKLE_BYTES))
     storages: dict[str, PickledStorage] = {}
-    for one in persistent_in(root):
-        pause_point()
+    for one in paced(persistent_in(root)):
         storage = read_storage(one)
         if storages.setdefault(storage.key, storage) != storage:
             raise CorruptCheckpointError(f"the storage {storage.key[:80]!r} has two sizes or types")

@@ -15,7 +15,7 @@ from zlib import crc32
 
 from ...errors import CorruptCheckpointError, SidestreamError, UnsupportedCheckpointError
 
-__all__ = ["RecordPlace", "TorchZip", "is_older", "is_zip", "other_zip"]
+__all__ = ["RecordPlace", "Seekable", "TorchZip", "is_older", "is_zip", "other_zip"]
 
 _MAX_DIRECTORY_BYTES = 4 << 20
 _PIECE_BYTES = 1 << 20
@@ -179,16 +179,16 @@ class TorchZip:
     def places(self) -> dict[str, RecordPlace]:
         """Return the places of all records, by name. Raises ``CorruptCheckpointError`` also if records overlap that
         nothing else reads, or if the zip does not end with its directory."""
-        end = self._bytes_at(self._window.size - _END_BYTES, _END_BYTES)
+        end = self._bytes_at(self._window.nbytes - _END_BYTES, _END_BYTES)
         if not end.startswith(_END) or not end.endswith(b"\0\0"):
             raise _malformed("it does not end with its directory")
-        locator_at = self._window.size - _END_BYTES - _LOCATOR.size
+        locator_at = self._window.nbytes - _END_BYTES - _LOCATOR.size
         signature, _, record_at, _ = _LOCATOR.unpack(self._bytes_at(max(locator_at, 0), _LOCATOR.size))
         if signature == b"PK\x06\x07" and record_at != locator_at - _END_64_BYTES:
             # From CPython issue 139700 on, zipfile follows this offset, which may lead into the content of a record.
             raise _malformed("its directory is not where torch.save writes it")
         places: dict[str, RecordPlace] = {}
-        taken: list[tuple[int, int]] = [(self._zip.start_dir, self._window.size)]
+        taken: list[tuple[int, int]] = [(self._zip.start_dir, self._window.nbytes)]
         entry_at = self._zip.start_dir
         for full_name, info in self._records.items():
             entry = self._bytes_at(entry_at, _DIRECTORY_HEADER.size)
@@ -216,49 +216,48 @@ class TorchZip:
         return self._window.read(nbytes)
 
 
-class _Window(io.RawIOBase):
+class Seekable(io.RawIOBase):
+    """A readable and seekable file of ``nbytes``. Subclasses implement ``readinto`` or ``read``. A position before its
+    beginning, which only a malformed zip leads to, raises ``CorruptCheckpointError``."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        position = (0, self._position, self.nbytes)[whence] + offset
+        if position < 0:
+            raise _malformed("it points before its beginning")
+        self._position = position
+        return position
+
+
+class _Window(Seekable):
     """``source`` as a file for ``zipfile``. No read extends beyond the item, whatever lengths the zip claims.
 
     While the directory is read, ``largest_read`` limits it, because ``zipfile`` makes objects for all of it.
     """
 
-    def __init__(self, source: BinaryIO, size: int) -> None:
+    def __init__(self, source: BinaryIO, nbytes: int) -> None:
+        super().__init__(nbytes)
         self._source = source
-        self.size = size
-        self._position = 0
         self.largest_read = _MAX_DIRECTORY_BYTES
 
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
-        if base + offset < 0:
-            raise _malformed("it points before its beginning")
-        self._position = base + offset
-        return self._position
-
     def read(self, size: int | None = -1) -> bytes:
-        left = max(self.size - self._position, 0)
+        left = max(self.nbytes - self._position, 0)
         wanted = left if size is None or size < 0 else min(size, left)
         if wanted > self.largest_read:
             raise _malformed(f"its directory has {wanted} bytes, more than {self.largest_read}")
         self._source.seek(self._position)
-        parts = []
-        while wanted:
-            part = self._source.read(wanted)
-            if not part:
-                break
-            parts.append(part)
-            wanted -= len(part)
-            self._position += len(part)
-        return b"".join(parts)
+        content = self._source.read(wanted)
+        self._position += len(content)
+        return content
 
 
 @contextmanager

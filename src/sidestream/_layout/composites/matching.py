@@ -16,7 +16,7 @@ from ..._format.records import (
     TensorEntry,
     ValueEntry,
 )
-from ..._runtime.pauses import chunked, pause_point
+from ..._runtime.pauses import paced
 from ...errors import KindMismatchError, ShapeMismatchError, StateMismatchError
 from ..findings import Findings, dtype_fits
 from ..flatten import CompositeLeaf, Leaf
@@ -24,19 +24,15 @@ from .entry import composite_entry, differences
 
 __all__ = ["CompositeTargets", "kind_of", "saved_composites"]
 
-_MANY = 256
-
 
 def saved_composites(manifest: Manifest) -> tuple[frozenset[str], frozenset[str]]:
     """Return the FQNs of the composite tensors in the checkpoint, and those of their parts."""
     wholes: list[str] = []
     parts: list[str] = []
-    for some in chunked(manifest.stored.items(), _MANY):
-        for fqn, entry in some:
-            if type(entry) is CompositeEntry:
-                wholes.append(fqn)
-                parts += [f"{fqn}.{part}" for part in entry.parts]
-        pause_point()
+    for fqn, entry in paced(manifest.stored.items()):
+        if type(entry) is CompositeEntry:
+            wholes.append(fqn)
+            parts += [f"{fqn}.{part}" for part in entry.parts]
     return frozenset(wholes), frozenset(parts)
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ..._format.cover import TooIntricateError, find_overlap, volume
 from ..._format.records import Key, itemsize
 from ..._format.shared import PlacedBox, Shared, SharedRow
-from ..._runtime.pauses import collected, pause_point
+from ..._runtime.pauses import collected, paced, pause_point
 from ...errors import InvalidOptionError, UnsupportedCheckpointError
 from .rank_table import Box, Row, boxes_of, unpack_boxes
 
@@ -71,9 +71,7 @@ class Assignment:
         # all of them.
         digests = list(dict.fromkeys(report.table for report in ranks))
         cohorts = [[rank for rank, report in enumerate(ranks) if report.table == digest] for digest in digests]
-        boxes: list[list[list[bytes]]] = []
-        for cohort in cohorts:
-            boxes.append(collected((boxes_of(ranks[rank].boxes) for rank in cohort), 1))
+        boxes = [collected((boxes_of(ranks[rank].boxes) for rank in cohort), 1) for cohort in cohorts]
         world = len(ranks)
         work = _Assigning(
             ranks, [tables[digest] for digest in digests], cohorts, boxes, [0] * world, [{} for _ in ranks],
@@ -81,22 +79,19 @@ class Assignment:
         )  # fmt: skip
         merged = _merge(work.tables)
         groups, others = _groups(work, merged)
-        patterns: dict[tuple[object, ...], int] = {}
-        placed: list[tuple[PlacedBox, ...]] = []
-        of_row: dict[int, int] = {}
         # The largest first, so that the small ones fill up what these leave uneven.
         by_size = sorted(groups, key=lambda group: -math.prod(group.row.shape) * itemsize(group.row.dtype))
         for group in by_size:
-            _place_group(work, group, patterns, placed, of_row)
+            _place_group(work, group)
         # Values have been compared: all ranks have the same. The first rank that has one writes it.
         for number, where in others:
-            of_row[number] = min(work.cohorts[table][0] for table, _ in where)
-            work.values[of_row[number]].append(number)
+            work.of_row[number] = min(work.cohorts[table][0] for table, _ in where)
+            work.values[work.of_row[number]].append(number)
         rows = collected(
-            SharedRow(row.kind, row.fqn, row.path, row.dtype, row.shape, of_row.get(number, -1), row.composite)
+            SharedRow(row.kind, row.fqn, row.path, row.dtype, row.shape, work.of_row.get(number, -1), row.composite)
             for number, (row, _) in enumerate(merged.values())
         )
-        return Shared(tuple(rows), tuple(placed)), collected(_assignments(work, merged), 1)
+        return Shared(tuple(rows), tuple(work.placed)), collected(_assignments(work, merged), 1)
 
 
 class _Holder(NamedTuple):
@@ -120,6 +115,9 @@ class _Group:
 
 @dataclass(slots=True)
 class _Assigning:
+    """The assignment in progress. ``placed`` are the patterns, and ``patterns`` has the number of each. ``of_row`` has
+    the pattern of each row that is a tensor, and the rank that writes it of each other one."""
+
     ranks: Sequence[RankReport]
     tables: Sequence[Sequence[Row]]
     cohorts: Sequence[Sequence[int]]
@@ -130,6 +128,9 @@ class _Assigning:
     table_of: list[int]
     bases: dict[int, list[int]] = field(default_factory=dict)
     orders: dict[tuple[int, int], dict[Box, Sequence[_Holder]]] = field(default_factory=dict)
+    patterns: dict[tuple[object, ...], int] = field(default_factory=dict)
+    placed: list[tuple[PlacedBox, ...]] = field(default_factory=list)
+    of_row: dict[int, int] = field(default_factory=dict)
     turn: int = 0
 
 
@@ -138,8 +139,7 @@ def _merge(tables: Sequence[Sequence[Row]]) -> dict[str, tuple[Row, list[tuple[i
     have different rows of one name."""
     merged: dict[str, tuple[Row, list[tuple[int, int]]]] = {}
     for table, rows in enumerate(tables):
-        for number, row in enumerate(rows):
-            pause_point()
+        for number, row in enumerate(paced(rows)):
             first, where = merged.setdefault(row.fqn, (row, []))
             # The text of a composite is compared and not its content, for which 1 and True are equal.
             if first[:5] != row[:5] or repr(first.composite) != repr(row.composite):  # 1 and True are equal
@@ -156,8 +156,7 @@ def _check_composites(merged: Mapping[str, tuple[Row, list[tuple[int, int]]]]) -
     # A composite has parts below its name. A rank for which that name is a plain container would add entries to the
     # parts.
     composites = {row.path: (row, where) for row, where in merged.values() if row.composite is not None}
-    for row, where in merged.values() if composites else ():
-        pause_point()
+    for row, where in paced(merged.values()) if composites else ():
         for depth in range(1, len(row.path)):
             whole, there = composites.get(row.path[:depth], (None, []))
             if whole is not None and not {table for table, _ in where} <= {table for table, _ in there}:
@@ -172,8 +171,7 @@ def _without_shells(
     """Return ``merged`` without the empty dicts that are not empty on other ranks. Raises ``InvalidOptionError`` for a
     leaf that is a container on other ranks, and for a dict that is a list on others."""
     containers: dict[tuple[Key, ...], tuple[bool, str]] = {}  # whether it is a list, and the FQN of a leaf in it
-    for row, _ in merged.values():
-        pause_point()
+    for row, _ in paced(merged.values()):
         # From the inside out, until a container that is known: its own outer containers were entered with it.
         for depth in range(len(row.path) - 1, 0, -1):
             path, is_list = row.path[:depth], type(row.path[depth]) is int
@@ -185,8 +183,7 @@ def _without_shells(
             if inner != row.fqn:  # the containers around it are known, too
                 break
     shells = []
-    for fqn, (row, _) in merged.items():
-        pause_point()
+    for fqn, (row, _) in paced(merged.items()):
         if row.path not in containers or row.composite is not None:
             continue
         if row.kind == "empty" and not containers[row.path][0]:
@@ -216,8 +213,7 @@ def _groups(
 ) -> tuple[list[_Group], list[tuple[int, list[tuple[int, int]]]]]:
     found: dict[tuple[object, ...], _Group] = {}
     others = []
-    for number, (row, where) in enumerate(merged.values()):
-        pause_point()
+    for number, (row, where) in enumerate(paced(merged.values())):
         if row.kind != "tensor":
             if row.kind == "value":
                 others.append((number, where))
@@ -234,16 +230,9 @@ def _groups(
     return list(found.values()), others
 
 
-def _place_group(
-    work: _Assigning,
-    group: _Group,
-    patterns: dict[tuple[object, ...], int],
-    placed: list[tuple[PlacedBox, ...]],
-    of_row: dict[int, int],
-) -> None:
+def _place_group(work: _Assigning, group: _Group) -> None:
     sets: dict[Box, list[_Holder]] = {}
-    for holder in _holders(work, group):
-        pause_point()
+    for holder in paced(_holders(work, group)):
         sets.setdefault(holder.box, []).append(holder)
     _check_cover(group.row, list(sets))
     size = itemsize(group.row.dtype)
@@ -260,16 +249,16 @@ def _place_group(
         if shared:
             work.turn += 1
         key = (id(group), tuple(chosen.values()))
-        if key not in patterns:
-            patterns[key] = len(placed)
-            placed.append(
+        if key not in work.patterns:
+            work.patterns[key] = len(work.placed)
+            work.placed.append(
                 tuple(
                     one
                     for box, holders in sets.items()
                     for one in chosen.get(box, (PlacedBox(holders[0].rank, box[0], box[1]),))
                 )
             )
-        of_row[number] = patterns[key]
+        work.of_row[number] = work.patterns[key]
 
 
 def _holders(work: _Assigning, group: _Group) -> Iterator[_Holder]:

@@ -15,8 +15,9 @@ from ..._format.shard import BlockSums, ShardLayout
 from ..._format.values import ValueItems
 from ..._runtime.pauses import collected, pause_point
 from ..._runtime.torch_probes import view_key
-from ..._staging import ImageLayout, PlanCache
-from ..save_layout import SHARD_BYTES, PlannedFiles, converted_to, window_bytes_for, window_copies
+from ..._staging import PlanCache
+from ..ranges import narrowed
+from ..save_layout import SHARD_BYTES, PlannedFiles, converted_to, images_of, window_bytes_for
 from .assign import Assignment
 from .rank_table import Box, EncodedValues, LocalTable
 
@@ -34,12 +35,11 @@ class _Place(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """The elements ``start`` to ``start + sizes`` of a local tensor, or all of it if ``whole``."""
+    """The elements ``start`` to ``start + sizes`` of a local tensor."""
 
     tensor: int
     start: tuple[int, ...]
     sizes: tuple[int, ...]
-    whole: bool
     dtype: torch.dtype | None
     """The dtype to which they are converted. None: they keep their dtype."""
 
@@ -80,7 +80,7 @@ class RankPlan(PlannedFiles):
         # The agreement stands for the assignment, which rank 0 makes only once for the same tables. In a steady run
         # nothing below is computed again but the values.
         layout = plans.get(key, lambda: _lay_out(table, assignment, window_bytes))
-        tensors = collected(_tensor(table.sources[source.tensor], source) for source in layout.sources)
+        tensors = collected(narrowed(table.sources[one.tensor], one.start, one.sizes) for one in layout.sources)
         items = ValueItems()
         places: list[tuple[int, str, int, int, Node]] = []
         for number in assignment.values:
@@ -89,8 +89,8 @@ class RankPlan(PlannedFiles):
             fqn = table.held.rows[number].fqn
             places.append((row, fqn, *items.add(fqn, node), node))
         items.check()
-        images = _images(layout, tensors)
-        return cls(rank, layout.shards, tuple(images), items.content(), layout, tuple(places))
+        images = images_of(layout.shards, tensors, [source.dtype for source in layout.sources])
+        return cls(rank, layout.shards, images, items.content(), layout, tuple(places))
 
     def chunks(self, sums: Sequence[BlockSums], names: Mapping[str, str]) -> Iterator[tuple[int, str, Chunk]]:
         """Yield row among the rows of all ranks, FQN and chunk. ``sums`` has the checksums of each shard, and ``names``
@@ -99,26 +99,6 @@ class RankPlan(PlannedFiles):
             crcs, digests, _ = sums[shard]
             placed, file = self.shards[shard].items[item], names[self.shard_file(shard)]
             yield row, fqn, placed.chunk(offsets, sizes, file, crcs[item], digests[item] if digests else None)
-
-
-def _tensor(source: torch.Tensor, piece: _Source) -> torch.Tensor:
-    if piece.whole:
-        return source
-    for dim, (start, size) in enumerate(zip(piece.start, piece.sizes, strict=True)):
-        source = source.narrow(dim, start, size)
-    return source
-
-
-def _images(layout: RankLayout, tensors: Sequence[torch.Tensor]) -> list[ImageLayout]:
-    images: list[ImageLayout] = []
-    dtypes = [source.dtype for source in layout.sources]
-    before = 0
-    for shard in layout.shards:
-        for window in shard.windows:
-            copies = collected(window_copies(shard, window, before, tensors, dtypes))
-            images.append(ImageLayout(window.end - window.start, tuple(copies)))
-        before += len(shard.items)
-    return images
 
 
 def _lay_out(table: LocalTable, assignment: Assignment, window_bytes: int) -> RankLayout:
@@ -137,7 +117,6 @@ def _lay_out(table: LocalTable, assignment: Assignment, window_bytes: int) -> Ra
             offsets, sizes = (offsets[0] + first, *offsets[1:]), (count, *sizes[1:])
             start = (start[0] + first, *start[1:])
         tensor, dtype = table.sources[item.tensor], rows[item.row].dtype
-        whole = tuple(tensor.shape) == sizes
         identity: tuple[object, ...] = (*view_key(tensor), start, sizes, dtype)
         # An item is one box of one tensor. A local tensor that is also saved by itself is not tied to the larger one,
         # because readers raise an error for an item with two shapes.
@@ -146,7 +125,7 @@ def _lay_out(table: LocalTable, assignment: Assignment, window_bytes: int) -> Ra
             identity = (number,)
         if identity not in known:
             known[identity] = len(sources)
-            sources.append(_Source(item.tensor, start, sizes, whole, converted_to(tensor, dtype)))
+            sources.append(_Source(item.tensor, start, sizes, converted_to(tensor, dtype)))
             looks.append((dtype, sizes))
         taken.append((item.row, (offsets, sizes), known[identity]))
     shards = tuple(ShardLayout.lay_out(looks, SHARD_BYTES, window_bytes))

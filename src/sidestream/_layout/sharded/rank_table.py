@@ -22,7 +22,7 @@ from ..._format.records import (
     Node,
     name_problem,
 )
-from ..._runtime.pauses import collected, pause_point
+from ..._runtime.pauses import collected, paced, pause_point
 from ..._runtime.torch_probes import check_tensor, dtype_name, storage_key, view_key
 from ..._staging import Captured, Composite, PlanCache, fingerprint
 from ...errors import CorruptCheckpointError, InvalidOptionError, UnsupportedTensorError
@@ -124,8 +124,7 @@ class LocalTable:
         whole. If there are many, those of the smallest. Equal tensors have equal digests."""
         found = array("Q", bytes(8 * len(self.held.rows)))
         whole: list[tuple[int, int, torch.Tensor]] = []
-        for item in self.held.items:
-            pause_point()
+        for item in paced(self.held.items):
             source, shape = self.sources[item.tensor], self.held.rows[item.row].shape
             plain = source.is_cpu and source.is_contiguous() and not (source.is_conj() or source.is_neg())
             if plain and 0 < source.nbytes <= _SMALL_BYTES and item.box[1] == shape == tuple(source.shape):
@@ -148,8 +147,7 @@ def local_table(plans: PlanCache, captured: Captured) -> LocalTable:
     sources: list[torch.Tensor] = []
     shardings: list[Hashable] = []
     composites: dict[str, CompositeEntry] = {}
-    for leaf in leaves:
-        pause_point()
+    for leaf in paced(leaves):
         if isinstance(leaf.value, torch.Tensor):
             sources.append(leaf.value)
         elif isinstance(leaf.value, CompositeLeaf):
@@ -285,8 +283,7 @@ def _pack_boxes(rows: int, items: Sequence[Item]) -> bytes:
     for item in items:
         of_row[item.row].append(item)
     starts, body = array("I", [0]), bytearray()
-    for here in of_row:
-        pause_point()
+    for here in paced(of_row):
         body += struct.pack("<H", len(here))
         for item in here:
             body += struct.pack(f"<{2 * len(item.box[0])}q", *item.box[0], *item.box[1])
