@@ -22,6 +22,7 @@ from sidestream._runtime.memory_maps import wait_unmapped
 from sidestream._runtime.threads import Deadline
 from sidestream._staging import AsyncStager, StageMode
 from sidestream._staging.blocking import BlockingAsyncStager
+from sidestream._staging.ring import drop_ring
 from sidestream.dcp import StorageReader, StorageWriter
 
 cudasim: Any = pytest.importorskip("cudasim", reason="needs the simulated CUDA runtime")
@@ -45,6 +46,7 @@ def nothing_left() -> Iterator[None]:
     cudasim.tune(1000, 0.5, seed=SEED)
     torch.manual_seed(SEED)
     yield
+    drop_ring()
     gc.collect()
     torch.cuda.synchronize(0)
     torch.cuda.synchronize(1)

@@ -21,6 +21,7 @@ __all__ = [
     "attributes_of",
     "check_tensor",
     "convert_all",
+    "copy_all",
     "copyable",
     "cuda_library",
     "dtype_from_name",
@@ -278,6 +279,11 @@ def copyable(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``, or its bytes in the same shape where torch has no kernel that copies elements of its dtype
     (``torch.int4``)."""
     return tensor.view(torch.uint8) if tensor.dtype in _NOT_COPIED else tensor
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each of ``sources`` to one of ``targets``, on one device, with few kernels."""
+    torch._foreach_copy_(list(targets), list(sources))
 
 
 def neg_view(tensor: torch.Tensor) -> torch.Tensor:

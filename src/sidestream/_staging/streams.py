@@ -7,8 +7,9 @@ those of the caller.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,33 @@ class Streams:
                 stack.enter_context(driver.using(stream))
             yield
 
+    def failing(self) -> AbstractContextManager[None]:
+        """Return a context that converts errors of these devices."""
+        return _failing("", self.devices)
+
+    def of(self, device: Hashable) -> Streams:
+        """Return the one of these streams that is on ``device``."""
+        return Streams([side for side in self.sides if side[1] == device])
+
+    def apart(self) -> Streams:
+        """Return streams of the process on the same devices, for work that comes after what is enqueued on these so
+        far."""
+        with _failing("", self.devices):
+            sides = []
+            for driver, device, stream in self.sides:
+                driver.enter(device)
+                own = _own_stream(driver, device)
+                driver.wait(own, driver.record(stream))
+                sides.append((driver, device, own))
+            return Streams(sides)
+
+    def join(self, others: Streams) -> None:
+        """Make these streams wait for what is enqueued on ``others`` so far. Does not block the host."""
+        with _failing("", self.devices):
+            for (driver, device, stream), (_, _, other) in zip(self.sides, others.sides, strict=True):
+                driver.enter(device)
+                driver.wait(stream, driver.record(other))
+
     def finish(self) -> None:
         """Wait for the work that was enqueued on these streams so far. Then every other stream may use its results too.
         Called in a worker thread."""
@@ -58,6 +86,18 @@ class Streams:
 
     def _names(self) -> str:
         return ", ".join(map(str, self.devices))
+
+
+_own_streams: dict[Hashable, Any] = {}
+_own_lock = threading.Lock()
+
+
+def _own_stream(driver: TorchDriver, device: Hashable) -> Any:
+    """Return the stream on which all loads of the process copy to ``device``."""
+    with _own_lock:
+        if device not in _own_streams:
+            _own_streams[device] = driver.side_stream(device)
+        return _own_streams[device]
 
 
 async def streams_of(devices: Collection[torch.device]) -> Streams:

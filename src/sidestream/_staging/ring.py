@@ -1,0 +1,132 @@
+"""Registered host memory through which loads copy to devices: a ring of slots that all loads of the process share."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Hashable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from .._runtime.memory_maps import address_of, advise
+from ..errors import ArenaExhaustedError, DeviceError, allocating
+from .arena import MappedMemory
+from .driver import TorchDriver
+
+__all__ = ["Slot", "drop_ring", "drop_when_idle", "take_slot"]
+
+_SLOTS = 8
+_KEEP_S = 60.0
+_SLOT_BYTES = (16 << 20) + (3 << 20)  # the most that is read together, extended to blocks and aligned
+_ALIGN_BYTES = 64  # suits every dtype
+
+
+class Slot:
+    """Memory for bytes on their way to a device."""
+
+    def __init__(self, nbytes: int) -> None:
+        with allocating("memory to read into"):
+            self._memory = MappedMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        advise(address_of(self._memory), nbytes, getattr(mmap, "MADV_HUGEPAGE", -1))
+        self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._copied: tuple[TorchDriver, Hashable, Any] | None = None
+
+    def pin(self, driver: TorchDriver, device: Hashable) -> None:
+        """Register the memory. Where the system cannot, it stays as it is, and copies from it block their thread."""
+        if driver.pinner is None or self._memory.pinned:
+            return
+        try:
+            self._memory.pin(driver.pinner, device)
+        except (ArenaExhaustedError, DeviceError):
+            return
+
+    def views(self, starts: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+        view = memoryview(self._memory)
+        return [view[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=True)]
+
+    def give_back(self, driver: TorchDriver, device: Hashable, copied: Any) -> None:
+        """Give the slot back. Its memory is used again after ``copied``, an event behind all copies from it."""
+        self._copied = driver, device, copied
+        _ring.give_back(self)
+
+    def wait(self) -> None:
+        """Wait for the copies of the former content. Raises errors of the device."""
+        if self._copied is not None:
+            (driver, device, copied), self._copied = self._copied, None
+            driver.enter(device)
+            driver.synchronize(copied)
+
+
+class _Ring:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: deque[Slot] = deque()
+        self.uses = 0
+        """How many slots were taken so far."""
+        self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
+
+    def take(self, nbytes: int) -> Slot | None:
+        """Return a slot, or None if it would be too small, or if all are in use."""
+        if nbytes > _SLOT_BYTES:
+            return None
+        with self._lock:
+            self.uses += 1
+            # New ones first: the copies from a slot that was given back may be in flight. After that the oldest.
+            if len(self._slots) < _SLOTS:
+                slot = Slot(_SLOT_BYTES)
+                self._slots.add(slot)
+                return slot
+            return self._free.popleft() if self._free else None
+
+    def give_back(self, slot: Slot) -> None:
+        with self._lock:
+            if slot in self._slots:  # and not of a ring that was dropped
+                self._free.append(slot)
+
+    def drop(self, unless_used_since: int | None = None) -> None:
+        with self._lock:
+            if unless_used_since in (None, self.uses) and len(self._free) == len(self._slots):
+                self._free.clear()
+                self._slots = weakref.WeakSet()
+
+
+_ring = _Ring()
+
+
+def take_slot(sizes: Sequence[int], driver: TorchDriver, device: Hashable) -> tuple[Slot, list[int]]:
+    """Return a slot for pieces of ``sizes``, and where each of them begins. Waits until the device has copied what the
+    slot held before. Where the ring has none left, the slot is memory for this one use, from which copies block."""
+    ends = list(accumulate(-(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for nbytes in sizes))
+    starts = [0, *ends[:-1]]
+    slot = _ring.take(ends[-1])
+    if slot is None:
+        # Not a wait for a slot: those who hold one may need the thread of this one to give it back.
+        return Slot(ends[-1]), starts
+    slot.wait()
+    slot.pin(driver, device)
+    return slot, starts
+
+
+def drop_when_idle() -> None:
+    """Unmap the memory of the ring if no load uses it for a while. Called on the loop of operations, when a load has
+    ended."""
+    asyncio.get_running_loop().call_later(_KEEP_S, _ring.drop, _ring.uses)
+
+
+def drop_ring() -> None:
+    """Unmap the memory of the ring, unless a load uses it."""
+    _ring.drop()
+
+
+def _forget_after_fork() -> None:
+    global _ring
+    _ring = _Ring()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

@@ -1,0 +1,194 @@
+"""Loads to two simulated devices: how many copies and waits, their order, and what a failure leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sidestream
+from sidestream import errors
+from sidestream._runtime.memory_maps import wait_unmapped
+from sidestream._runtime.threads import Deadline
+from sidestream._staging import ring
+from sidestream._staging.ring import drop_ring
+
+cudasim: Any = pytest.importorskip("cudasim", reason="needs the simulated CUDA runtime")
+if not getattr(cudasim, "active", bool)():  # without it the name may stand for this folder
+    pytest.skip("needs the simulated CUDA runtime", allow_module_level=True)
+
+SEED = int(os.environ.get("CUDASIM_SEED", "0"))
+BOUND_S = 120.0  # against a hang
+OPTIONS = sidestream.LoadOptions(timeout_s=BOUND_S)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    cudasim.tune(1000, 0.5, seed=SEED)
+    torch.manual_seed(SEED)
+    yield
+    cudasim.hold_sides(False)
+    drop_ring()
+    gc.collect()
+    torch.cuda.synchronize(0)
+    torch.cuda.synchronize(1)
+    assert wait_unmapped(Deadline.after(BOUND_S))
+    state = cudasim.state()
+    assert (state["registrations"], state["violations"], state["queued"]) == ("0", "0", "0")
+
+
+def small_and_large() -> dict[str, torch.Tensor]:
+    found = {f"small{number}": torch.randn(256) for number in range(1000)}
+    return found | {f"large{number}": torch.randn(1 << 20) for number in range(4)}
+
+
+def on_devices(state: dict[str, torch.Tensor], device: str = "cuda:1") -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor, device=device) for name, tensor in state.items()}
+
+
+def assert_equal(state: dict[str, torch.Tensor], loaded: dict[str, torch.Tensor]) -> None:
+    for name, tensor in state.items():
+        assert torch.equal(loaded[name].cpu(), tensor.to(loaded[name].dtype)), name
+
+
+async def queued_more_than(before: str) -> None:
+    while int(cudasim.state()["queued"]) <= int(before):
+        await asyncio.sleep(0.005)
+
+
+async def test_one_copy_for_the_small_and_no_wait_for_each(tmp_path: Path) -> None:
+    state = small_and_large()
+    await sidestream.save(state, tmp_path / "a")
+    await sidestream.load(on_devices(state), tmp_path / "a", options=OPTIONS)  # what happens once
+    target = on_devices(state)
+    torch.cuda.synchronize(1)
+    before = cudasim.calls()
+    await sidestream.load(target, tmp_path / "a", options=OPTIONS)
+    made = {name: count - before.get(name, 0) for name, count in cudasim.calls().items()}
+    assert made.get("cudaMemcpyAsync") == 5, "four large ones, and one for all small ones"
+    assert made.get("cudaStreamSynchronize", 0) == made.get("cudaMemcpy", 0) == 0, "a pageable copy waits"
+    assert made.get("cudaHostRegister", 0) == 0, "the memory of the first load is used again"
+    assert_equal(state, target)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_the_right_bytes_whatever_the_target_is_like(seed: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """Casts, strides, lazy conjugates, several dtypes and two devices, through two slots only. What follows on the
+    caller's stream sees them without a wait."""
+    monkeypatch.setattr(ring, "_SLOTS", 2)
+    cudasim.tune(3000, 0.6, seed=seed)
+    torch.manual_seed(seed)
+    state: dict[str, torch.Tensor] = {f"x{number}": torch.randn(number * 37 % 5000 + 1, 3) for number in range(60)}
+    state |= {f"y{number}": torch.randn(700_000) for number in range(8)}
+    state |= {"complex": torch.randn(50, 40, dtype=torch.complex64), "scalar": torch.tensor(3.5)}
+    state |= {"bool": torch.rand(999) > 0.5, "bytes": torch.randint(0, 255, (333,), dtype=torch.uint8)}
+    state |= {"half": torch.randn(1001, dtype=torch.bfloat16), "none": torch.empty(0, 3)}
+    await sidestream.save(state, tmp_path / "a")
+    target: dict[str, torch.Tensor] = {}
+    for number, (name, tensor) in enumerate(state.items()):
+        device, dtype = f"cuda:{number % 2}", tensor.dtype
+        if dtype == torch.float32 and number % 5 == 0:
+            dtype = torch.float16
+        one = torch.full(tensor.shape, 1, dtype=dtype, device=device)
+        if number % 3 == 0 and one.dim() == 2:
+            one = torch.ones(*reversed(tensor.shape), dtype=dtype, device=device).t()
+        target[name] = one.conj() if dtype.is_complex else one
+    sides = [torch.cuda.Stream(device) for device in (0, 1)]
+    with torch.cuda.stream(sides[1]), torch.cuda.stream(sides[0]):
+        for one in target.values():
+            one.zero_() if one.device.index == 0 else None
+        await sidestream.load(target, tmp_path / "a", allow_cast=True, options=OPTIONS)
+        seen = {name: one.clone() for name, one in target.items() if one.device.index == 0}
+    sides[0].synchronize()
+    assert_equal(state, target)
+    assert_equal({name: state[name] for name in seen}, seen)
+
+
+async def test_it_comes_after_what_the_caller_has_enqueued(tmp_path: Path) -> None:
+    state = small_and_large()
+    await sidestream.save(state, tmp_path / "a")
+    target = on_devices(state)
+    side = torch.cuda.Stream(1)
+    with torch.cuda.stream(side), cudasim.held(side):
+        for one in target.values():
+            one.fill_(7.0)
+        before = cudasim.state()["queued"]
+        load = asyncio.create_task(sidestream.load(target, tmp_path / "a", options=OPTIONS))
+        await queued_more_than(before)
+        cudasim.release(side)
+        await load
+    assert_equal(state, target)
+
+
+async def test_a_cancel_waits_for_the_copies_in_flight(tmp_path: Path) -> None:
+    state = small_and_large()
+    await sidestream.save(state, tmp_path / "a")
+    await sidestream.load(on_devices(state), tmp_path / "a", options=OPTIONS)  # makes the stream of loads
+    target = on_devices(state)
+    torch.cuda.synchronize(1)
+    cudasim.hold_sides()
+    before = cudasim.state()["queued"]
+    load = asyncio.create_task(sidestream.load(target, tmp_path / "a", options=OPTIONS))
+    await queued_more_than(before)
+    load.cancel()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not load.done(), "the device may still write to the targets"
+    cudasim.hold_sides(False)
+    with pytest.raises(asyncio.CancelledError):
+        await load
+    torch.cuda.synchronize(1)
+    await sidestream.load(target, tmp_path / "a", options=OPTIONS)
+    assert_equal(state, target)
+
+
+@pytest.mark.parametrize("call", ["cudaHostRegister", "cudaMalloc"])
+async def test_without_registered_memory_or_room_on_the_device(call: str, tmp_path: Path) -> None:
+    state = small_and_large()
+    await sidestream.save(state, tmp_path / "a")
+    target = on_devices(state)
+    torch.cuda.synchronize(1)
+    torch.cuda.empty_cache()
+    cudasim.fail_call(call, times=10_000)
+    try:
+        await sidestream.load(target, tmp_path / "a", options=OPTIONS)
+    finally:
+        cudasim.heal()
+    assert_equal(state, target)
+
+
+async def test_what_is_damaged_is_not_copied(tmp_path: Path) -> None:
+    state = {"first": torch.randn(1 << 19), "second": torch.randn(1 << 23)}
+    await sidestream.save(state, tmp_path / "a")
+    (file,) = [path for path in (tmp_path / "a").iterdir() if path.stat().st_size > 8 << 20]
+    content = bytearray(file.read_bytes())
+    content[-(4 << 20)] ^= 1
+    file.write_bytes(content)
+    target = on_devices(state)
+    with pytest.raises(errors.CorruptCheckpointError) as raised:
+        await sidestream.load(target, tmp_path / "a", options=sidestream.LoadOptions(verify="always", timeout_s=60))
+    torch.cuda.synchronize(1)
+    written = [name for name, one in target.items() if one.any()]
+    assert set(written) <= set(raised.value.written)
+    damaged = target["second"].cpu()
+    assert torch.equal(damaged[-(1 << 20) - 1024 :], torch.zeros((1 << 20) + 1024)), "its last 4 MiB are in one piece"
+
+
+async def test_a_device_that_fails(tmp_path: Path) -> None:
+    state = small_and_large()
+    await sidestream.save(state, tmp_path / "a")
+    target = on_devices(state)
+    torch.cuda.synchronize(1)
+    cudasim.fail_copy(3)
+    try:
+        with pytest.raises(errors.DeviceError):
+            await sidestream.load(target, tmp_path / "a", options=OPTIONS)
+    finally:
+        cudasim.heal()
+    drop_ring()
