@@ -62,6 +62,8 @@ _LONGEST = (
     "storage/test_store_processes.py",
     "security/test_hostile.py",
     "test_giving_back.py",
+    "ranks/test_shown_commands.py",
+    "ranks/test_example.py",
 )
 """Files that begin first, so that no process of xdist is left with one of them while the other has ended. The sessions
 give ``--no-loadscope-reorder``, because xdist would begin with the files that have most tests."""

@@ -9,6 +9,7 @@ of this process and of its writer process, in one order.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import pickle
 import shutil
@@ -23,6 +24,9 @@ from _operations import Intercept, Operation
 
 Keeps = Literal["nothing", "everything", "names", "content", "chance"]
 """What of the unsynced reaches the disk: of names and of content. ``everything`` is what a killed process leaves."""
+
+Tree = frozenset[tuple[str, bytes]]
+"""What a cut left, to compare: for each path a digest of its content, for a directory nothing."""
 
 
 @dataclass(eq=False)
@@ -157,11 +161,13 @@ class Model:
         self.folder(path).names[os.path.basename(path)] = node
         return node
 
-    def write_to(self, folder: Path, keeps: Keeps, random: Any) -> None:
+    def write_to(self, folder: Path, keeps: Keeps, random: Any) -> Tree:
         """Make ``folder`` what a cut leaves now."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        _write(self.top, folder, keeps, random)
+        return frozenset(
+            (str(path.relative_to(folder)), digest) for path, digest in _write(self.top, folder, keeps, random)
+        )
 
 
 def _loaded(path: Path) -> Folder:
@@ -176,13 +182,16 @@ def _loaded(path: Path) -> Folder:
     return folder
 
 
-def _write(folder: Folder, path: Path, keeps: Keeps, random: Any) -> None:
+def _write(folder: Folder, path: Path, keeps: Keeps, random: Any) -> Iterator[tuple[Path, bytes]]:
     for name, node in _names(folder, keeps, random).items():
         if isinstance(node, Folder):
             (path / name).mkdir()
-            _write(node, path / name, keeps, random)
+            yield path / name, b""
+            yield from _write(node, path / name, keeps, random)
         else:
-            (path / name).write_bytes(_content(node, keeps, random))
+            content = _content(node, keeps, random)
+            (path / name).write_bytes(content)
+            yield path / name, hashlib.blake2b(content).digest()
 
 
 def _names(folder: Folder, keeps: Keeps, random: Any) -> dict[str, File | Folder]:
@@ -348,12 +357,19 @@ class Recording:
 
     def moments(self) -> Iterator[tuple[int, Model]]:
         """The model after each number of events, from none to all; it is one object that changes."""
-        model = Model(self.before)
-        model.root = self.root
+        model = self.model(0)
         yield 0, model
         for number, event in enumerate(self.events, 1):
             model.happen(event)
             yield number, model
+
+    def model(self, number: int) -> Model:
+        """The model after so many events."""
+        model = Model(self.before)
+        model.root = self.root
+        for event in self.events[:number]:
+            model.happen(event)
+        return model
 
     def acknowledged(self, number: int) -> dict[str, int]:
         return {one.name: one.seed for at, one in self.acked if at <= number}

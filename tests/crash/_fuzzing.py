@@ -1,4 +1,7 @@
-"""A process that reads made-up files: ``python _fuzzing.py TARGET SEED TRIALS SAMPLES`` prints what came of it as JSON.
+"""A process that reads made-up files.
+
+``python _fuzzing.py SAMPLES`` waits for lines ``{"target": NAME, "seed": N, "trials": N}``. For each it forks a child,
+which prints what came of it as JSON.
 
 Inputs are valid ones with a lie in their fields, with other bytes, or both. Every one has to end as a value or a typed
 error. While it is read no code of it may run: the interpreter's audit hook tells of imports, ``exec``, files, sockets
@@ -8,6 +11,7 @@ stands still while the process is stopped.
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -17,6 +21,7 @@ import signal
 import struct
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
@@ -367,9 +372,26 @@ def _address_space() -> int:
         return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def serve() -> None:
+    gc.collect()
+    gc.freeze()
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                print(json.dumps(run(**json.loads(line))), flush=True)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        if status:
+            print(json.dumps({"ended": os.waitstatus_to_exitcode(status)}), flush=True)
+
+
 if __name__ == "__main__":
     sys.addaudithook(_audit)
     signal.signal(signal.SIGPROF, _hangs)
-    with open(sys.argv[4]) as samples:
+    with open(sys.argv[1]) as samples:
         SAMPLES.extend(bytes.fromhex(line) for line in samples)
-    print(json.dumps(run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
+    serve()

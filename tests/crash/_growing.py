@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import shutil
 import sys
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -15,6 +17,7 @@ import torch
 from keywords import for_save
 
 import sidestream
+from sidestream._runtime.threads import io_threads, read_threads, write_threads
 
 KINDS = ("save", "save with a stager", "save by a process", "save of a run", "load", "restore", "stage", "verify")
 WARM_UP = 30
@@ -70,14 +73,23 @@ def objects() -> Counter[str]:
 
 async def growth(kind: str, folder: Path, rounds: int) -> tuple[float, float, dict[str, int]]:
     """Return the growth of containers and of the interpreter's memory blocks per operation, and the types that have
-    grown: those of the stretch of ``rounds`` with the least. A leak is in each stretch, while the threads that a pool
-    starts, and the cancelled timers that a loop keeps, up to 100, are in the first ones."""
+    grown: those of the stretch of ``rounds`` with the least. A leak is in each stretch, while the cancelled timers that
+    a loop keeps, up to 100, are in the first ones."""
+    await _start_threads()
     async with operation(kind, folder) as once:
         for number in range(WARM_UP):
             await once(number)
         each = rounds // STRETCHES
         firsts = range(WARM_UP, WARM_UP + STRETCHES * each, each)
         return min([await _growth_of_stretch(once, first, each) for first in firsts], key=lambda found: max(found[:2]))
+
+
+async def _start_threads() -> None:
+    """Start those of the pools. On a busy machine hops happen to meet, and a pool starts a thread, in any stretch."""
+    for pool in (io_threads(), read_threads(), write_threads()):
+        count = min(pool._size, 16)
+        everyone = threading.Barrier(count)
+        await asyncio.gather(*(pool.run(everyone.wait) for _ in range(count)))
 
 
 async def _growth_of_stretch(

@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import random
+import re
 import shutil
 import sys
 import time
@@ -22,15 +23,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import anyio.abc
 import anyio.lowlevel
+import fsspec.asyn  # noqa: F401 - so that children need not; what follows too
+import pytest  # noqa: F401
+import safetensors.torch  # noqa: F401
 import torch
-import torch.distributed.checkpoint  # so that children need not
+import torch.distributed.checkpoint
 
 
 @dataclass(frozen=True)
 class Mutant:
     """``old``, which stands in ``file`` exactly once, becomes ``new``; the row ``catcher`` has to notice. The trials of
-    its part ``first`` run first."""
+    its part ``first`` run first: a kind of work, an error and an operation, or a pattern of what is damaged."""
 
     name: str
     file: str
@@ -147,7 +152,7 @@ MUTANTS = (
     Mutant("a save that came after the rename is taken away", _LOCAL, "if made is None or _is(made, target):  #",
            "if True:  #", "rivals"),
     Mutant("whatever has come meanwhile is replaced", _LOCAL, "                check_use(target, use)\n",
-           "", "rivals"),
+           "", "rivals", "thesis"),
     # overwriting on object storage
     Mutant("a put on a condition has no condition", "_storage/object_store/bucket.py",
            "_is_refused_as(engine.replace(key, memoryview(content), version), ",
@@ -175,23 +180,25 @@ MUTANTS = (
     Mutant("a short write counts as a whole one", _WRITE,
            "            done += os.pwrite(descriptor, buffer[done : done + _MAX_TRANSFER_BYTES], position + done)\n",
            "            os.pwrite(descriptor, buffer[done : done + _MAX_TRANSFER_BYTES], position + done)\n"
-           "            done = len(buffer)\n", "faults", "short"),
+           "            done = len(buffer)\n", "faults", "short pwrite"),
     Mutant("an error of a writer's thread is forgotten", _WRITE,
-           "        if self._error is not None:\n            raise self._error\n", "", "faults"),
+           "        if self._error is not None:\n            raise self._error\n", "", "faults", "pwrite"),
     Mutant("a failed sync of a file is passed over", _WRITE, _SYNC_NEW,
-           _SYNC_NEW.replace("os.fsync(descriptor)", _SUPPRESSED), "faults"),
+           _SYNC_NEW.replace("os.fsync(descriptor)", _SUPPRESSED), "faults", "fsync"),
     Mutant("a failed sync of the parent is passed over", _LOCAL,
-           "        raise NotDurableError(error.errno, failed, str(path)) from error\n", "        return\n", "faults"),
+           "        raise NotDurableError(error.errno, failed, str(path)) from error\n", "        return\n", "faults",
+           "fsync"),
     Mutant("a failed save leaves its attempt", _RUNNING,
            '        if transaction.outcome != "absent":\n            return\n',
            "        if transaction.outcome:\n            return\n", "faults"),
     Mutant("a commit that was sent counts as absent", _TRANSACTION,
            'has not been looked at.\n            self.outcome = "unknown"\n',
            'has not been looked at.\n            self.outcome = "absent"\n',
-           "faults", "late_and_dead"),
+           "faults", "late_and_dead rename"),
     Mutant("a sent commit is not read back", _RUNNING, "        await run_shielded(_read_back, transaction)\n",
-           '        transaction.outcome = "absent"\n', "faults"),
-    Mutant("foreign errors are not translated", _LOCAL, _TRANSLATED, "        raise\n    if durability", "faults"),
+           '        transaction.outcome = "absent"\n', "faults", "late rename"),
+    Mutant("foreign errors are not translated", _LOCAL, _TRANSLATED, "        raise\n    if durability", "faults",
+           "rename"),
     Mutant("a short read counts as a whole one", "_storage/local/read.py", "            done += count\n",
            "            done += len(piece)\n", "reads"),
     # checks left out
@@ -200,14 +207,15 @@ MUTANTS = (
     Mutant("small tensors are not verified", "_load/reader.py",
            "                    if crc != saved:\n", "                    if False:\n", "corruption"),
     Mutant("the manifest is not verified", "_load/open/parts.py",
-           "        if crc32(raw) != marker.manifest_crc:\n", "        if False:\n", "corruption"),
+           "        if crc32(raw) != marker.manifest_crc:\n", "        if False:\n", "corruption",
+           "became .* of manifest-"),
     Mutant("stock DCP's checksums are not looked at", "_load/reader.py",
            "            self._step, self._expected = one.nbytes, (one.crc,)\n", "            pass\n", "stock"),
     Mutant("sidecar files are not verified", "_load/checkpoint.py", _READ_FILE,
            "            await Reader(files.source, 'manifest').read(wanted, own=True)\n",
            "corruption"),
     Mutant("verify passes sidecar files over", "_load/checks.py", _SIDECARS,
-           _SIDECARS + "    return\n", "corruption"),
+           _SIDECARS + "    return\n", "corruption", "of (seed|log)$"),
     # retention
     Mutant("nothing is verified before older steps go", _PRUNING, "        if step in self._verified:\n",
            "        if True:\n", "retention"),
@@ -258,13 +266,14 @@ async def saver_cuts(place: Path, chance: random.Random, first: str) -> AsyncIte
 
 async def kills(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
     """What a kill leaves: all that was done until then."""
-    async for wrong in modelled(place, chance, first, ("everything",), "threads"):
+    async for wrong in modelled(place, chance, first, ("everything",), "threads", backwards=False):
         yield wrong
 
 
 async def modelled(
-    place: Path, chance: random.Random, first: str, keeps: tuple[Any, ...], writer: Any
+    place: Path, chance: random.Random, first: str, keeps: tuple[Any, ...], writer: Any, *, backwards: bool = True
 ) -> AsyncIterator[list[str]]:
+    """``backwards``: from the last moment on, because most syncs that are missing are missed there."""
     from _cutting import WORK, judged, recorded, runs
     from _look import look
 
@@ -273,13 +282,16 @@ async def modelled(
         recording = await recorded(place / str(number), name, writer)
         last = len(recording.events)
         telling = ("rename", "exchange", "fsync", "unlink", "rmdir", "mkdir")
-        for at, model in recording.moments():
-            if at < last and recording.events[at - 1].operation not in telling:
-                continue
+        moments = [0, *(at for at in range(1, last) if recording.events[at - 1].operation in telling), last]
+        judged_before = set()  # what a cut left, and what was acknowledged then: most cuts leave what another one left
+        for at in reversed(moments) if backwards else moments:
+            model, acked = recording.model(at), recording.acknowledged(at)
             for keep in keeps:
-                model.write_to(cut, keep, chance)
-                found = {run: await look(cut / run) for run in runs(name)}
-                yield judged(cut, [found[run] for run in runs(name)], recording.acknowledged(at), name)
+                left = model.write_to(cut, keep, chance), frozenset(acked.items())
+                if left not in judged_before:
+                    judged_before.add(left)
+                    found = {run: await look(cut / run) for run in runs(name)}
+                    yield judged(cut, [found[run] for run in runs(name)], acked, name)
 
 
 async def faults(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
@@ -293,8 +305,8 @@ async def faults(place: Path, chance: random.Random, first: str) -> AsyncIterato
         await bench.prepare()
         _, _, whole = await bench.save(Operation.call)
         ways = ((once, errno.EIO), (late, errno.EIO), (late_and_dead, errno.EIO), (short, 1), (sticky, errno.ENOSPC))
-        for way, number in sorted(ways, key=lambda way: way[0].__name__ != first):
-            for at in range(1, len(whole.log) + 1):
+        for way, number in sorted(ways, key=lambda way: way[0].__name__ not in first.split()):
+            for at in sorted(range(len(whole.log), 0, -1), key=lambda at: whole.log[at - 1].name not in first.split()):
                 error, outcome, intercept = await bench.save(way(at, number))
                 wrong = await bench.judge(error, outcome, removable=way is not late_and_dead)
                 hit = intercept.log[at - 1] if len(intercept.log) >= at else None
@@ -330,10 +342,13 @@ async def corruption(place: Path, chance: random.Random, first: str) -> AsyncIte
     async with sidestream.Checkpointer(place / "run") as checkpoints:
         for step, seed in ((1, 11), (2, 12)):
             await checkpoints.save(make_state(seed), step=step, files=files_of(seed))
-    for _ in range(1500):
-        with damaged(place / "run" / "step-1", chance.choice(DAMAGES), chance):
-            _, wrong = await judged(place / "run" / "step-1", chance.choice(OWN_READERS))
-        yield wrong
+    for kind in (first, "") if first else ("",):
+        for _ in range(1500):
+            with damaged(place / "run" / "step-1", chance.choice(DAMAGES), chance) as what:
+                if not re.search(kind, what):
+                    continue
+                _, wrong = await judged(place / "run" / "step-1", chance.choice(OWN_READERS))
+            yield wrong
 
 
 async def stock(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
@@ -388,7 +403,7 @@ async def rivals(place: Path, chance: random.Random, first: str) -> AsyncIterato
         (place / "run" / "last").mkdir(parents=True)
         (place / "run" / "last" / "thesis.tex").write_text("years of work")
 
-    for what in ("new", "old", "load", "thesis"):
+    for what in sorted(("new", "old", "load", "thesis"), key=lambda what: what != first):
         at = called = 0
         while called >= at:
             at += 1

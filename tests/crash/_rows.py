@@ -136,9 +136,12 @@ class Warm:
 
 
 @contextmanager
-def warm(script: Path, *arguments: str, source: Path = SOURCE) -> Iterator[Warm]:
+def warm(script: Path, *arguments: str, source: Path = SOURCE, alone: bool = False) -> Iterator[Warm]:
+    """``alone``: it has imported nothing but what it imports itself."""
     popen: type[subprocess.Popen[str]] = subprocess.Popen
-    if source == SOURCE:  # or sidestream would come from elsewhere than the process that forks has imported it from
+    if (
+        source == SOURCE and not alone
+    ):  # or sidestream would come from elsewhere than the process that forks has imported it from
         from warm import Popen as popen
     process = popen(
         [sys.executable, str(script), *arguments],

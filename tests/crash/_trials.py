@@ -10,6 +10,8 @@ from typing import Any
 
 from _rows import HERE, SOURCE, Warm, warm
 
+_FILL = ("open", "chmod", "write", "posix_fallocate", "pwrite")
+
 
 @dataclass(frozen=True, slots=True)
 class Told:
@@ -25,6 +27,21 @@ class Told:
     def acked(self) -> dict[str, int]:
         """Seeds of the acknowledged saves by directory."""
         return {report["acked"]: report["seed"] for report in self.reports if "acked" in report}
+
+    def points(self, quick: bool) -> list[int]:
+        """Before which operations to kill the next one: before each, which is just after the one before it.
+
+        In the quick form only where something that can be seen was done since the point before, for a kill would leave
+        the same files again. Of what only fills an attempt it takes every other."""
+        operations, seen = self.get("operations"), [True, *self.get("visible")]
+        if not quick:
+            return [*range(1, len(operations) + 1)]
+        points, filled = [1], 0
+        for at in range(2, len(operations) + 1):
+            filled += seen[at - 1] and operations[at - 2] in _FILL
+            if seen[at - 1] and (operations[at - 2] not in _FILL or filled % 2):
+                points.append(at)
+        return points
 
     @property
     def error(self) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ import _golden_tools
 from _golden_table import Table, fixed
 
 AREAS: dict[str, Callable[[Table], Awaitable[None]]] = {
-    "save": _golden_save.running,
+    "save": _golden_save.save,
     "staging": _golden_save.staging,
     "files": _golden_save.files,
     "load": _golden_load.load,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from warm import Popen
 
 import sidestream
 
@@ -64,7 +65,7 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], what: str) -> N
 @contextmanager
 def process(code: str, *args: object) -> Iterator[subprocess.Popen[str]]:
     """A Python program beside this one; its lines come from ``stdout``. It is killed at the end."""
-    running = subprocess.Popen(
+    running = Popen(
         [sys.executable, "-W", "error", "-c", code, *map(str, args)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -503,39 +503,39 @@ async def test_without_the_right_to_write_a_reader_reads_without_a_lease() -> No
 # --- attempts ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("called", [attempt_name, lambda target, save_id: f".{target}.{save_id}.partial"])
-async def test_an_attempt_of_the_dead_is_collected_and_one_of_the_living_is_not(
-    tmp_path: Path, called: Callable[[str, str], str]
-) -> None:
-    """The living one is as old, and as silent, as the dead one: only its lease tells them apart."""
+CALLED: tuple[Callable[[str, str], str], ...] = (attempt_name, lambda target, save_id: f".{target}.{save_id}.partial")
+
+
+async def test_an_attempt_of_the_dead_is_collected_and_one_of_the_living_is_not(tmp_path: Path) -> None:
+    """The living ones are as old, and as silent, as the dead ones: only their lease tells them apart."""
     held = HeldStager()
-    dead = tmp_path / called("step-1", "a" * 32)
-    unleased = tmp_path / called("step-8", "b" * 32)
-    foreign = tmp_path / called("weights", "c" * 32)
+    dead = [tmp_path / called("step-1", "a" * 32) for called in CALLED]
+    unleased = [tmp_path / called("step-8", "b" * 32) for called in CALLED]
+    foreign = [tmp_path / called("weights", "c" * 32) for called in CALLED]
     async with (
-        sidestream.Checkpointer(tmp_path, lease_s=60, stager=held) as slow,
+        sidestream.Checkpointer(tmp_path, lease_s=30, stager=held) as slow,  # it has a lease after a quarter of that
         sidestream.Checkpointer(tmp_path, lease_s=1, abandoned_after_s=3600) as other,
     ):
         pending = slow.async_save(state_of(5), step=5)
         await until(lambda: any("save" in name for name in leases_in(tmp_path)), "its lease")
-        living = tmp_path / called("step-5", "d" * 32)  # a second attempt at the leased step, as old as the dead one
-        for path in (dead, living, unleased, foreign):
+        living = [tmp_path / called("step-5", "d" * 32) for called in CALLED]  # more attempts at the leased step
+        for path in (*dead, *living, *unleased, *foreign):
             path.mkdir()
             (path / "__0_1.distcp").write_bytes(b"x")
         (tmp_path / ".leases" / f"step-1.save1.{'e' * 32}").write_text("{}")
-        for path in (dead, living, foreign):
+        for path in (*dead, *living, *foreign):
             for one in (path / "__0_1.distcp", path):
                 os.utime(one, (1, 1))
 
         async def collected() -> bool:
             await other.prune()
-            return not dead.exists()
+            return not any(path.exists() for path in dead)
 
         try:
-            await until(collected, "the dead one to be collected")
-            assert living.exists()
-            assert unleased.exists(), "nobody knows about its writer: it has to be much older"
-            assert foreign.exists(), "it was to become no step"
+            await until(collected, "the dead ones to be collected")
+            assert all(path.exists() for path in living)
+            assert all(path.exists() for path in unleased), "nobody knows about its writer: it has to be much older"
+            assert all(path.exists() for path in foreign), "it was to become no step"
         finally:
             held.let_go()
         assert (await pending).step == 5

@@ -22,8 +22,8 @@ import sidestream
 from sidestream import errors
 from sidestream._convert.safetensors import header_of
 from sidestream._runtime.threads import Deadline, time_limit
-from sidestream._save.commit import commit
-from sidestream._storage import Attempt, BytesBody, locate_run
+from sidestream._save.running import Save, SaveOrder
+from sidestream._storage import Attempt, BytesBody, locate_directory, locate_run
 from sidestream._storage.names import NOTE, name_with_id
 from sidestream.dcp import StorageWriter
 
@@ -125,14 +125,14 @@ async def test_of_several_at_a_time_one_commits(tmp_path: Path) -> None:
 async def test_a_removal_that_comes_first(tmp_path: Path) -> None:
     """A save whose files are removed before its commit leaves nothing that looks like a checkpoint."""
     with time_limit(Deadline.after(60)):
-        store = locate_run(tmp_path, MARKER)[0]
-        begun = store.begin(Attempt("a", "directory", "a" * 32, "fsync"))
+        save = Save(locate_directory(tmp_path / "a", MARKER), Deadline.after(60), SaveOrder(durability="fsync"))
+        begun = save.transaction
         begun.write([("__0_0.distcp", BytesBody(b"of a save that goes on"))])
         await first(tmp_path / "a")
         os.utime(tmp_path / "a" / begun.committed_name("__0_0.distcp"), (1, 1))  # more than an hour ago
         await sidestream.remove(tmp_path / "a", storage=MARKER)
         with pytest.raises((errors.StorageError, OSError)):
-            await commit(begun, {".metadata": [b"a marker that is long enough"]})
+            await save.commit({".metadata": [b"a marker that is long enough"]})
         assert begun.outcome == "absent"
         begun.discard()
     with pytest.raises(errors.CheckpointNotFoundError):

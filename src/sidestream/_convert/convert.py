@@ -21,7 +21,7 @@ from .._group import Operation, prepare_together, stoppable
 from .._load.open.manifest import from_one_checkpoint
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
-from .._runtime.threads import Deadline, collected, current_deadline, io_threads, time_limit
+from .._runtime.threads import Deadline, Stop, collected, current_deadline, io_threads, time_limit, write_threads
 from .._save.group import Group
 from .._save.layouts import commit_files
 from .._save.operation import RankReceipt
@@ -224,7 +224,9 @@ async def _convert(
     # digest of the plans before it makes the attempt.
     files, pipeline = await prepare_together(ranks, prepare)
     beside = sidecars if isinstance(files, DcpTarget) else {}
-    to_files = "file" if single else export_kind(where, request.replaces)
+    to_files = export_kind(where, request.replaces)
+    if single and to_files == "files":
+        to_files = "file"
     save = Save(
         where,
         current_deadline(),
@@ -264,7 +266,7 @@ async def _convert(
     return await io_threads().run(report)
 
 
-def export_kind(where: Location, replaces: bool) -> Literal["files", "replacement"]:
+def export_kind(where: Location, replaces: bool) -> Literal["file", "files", "replacement"]:
     """Return the kind of the attempt of an export to ``where``. An export that ``replaces`` an existing one does so as
     a whole where directories can be exchanged. Elsewhere the files keep the names that other programs look for, so the
     old ones are deleted first, or, on a marked mount, the export is refused."""
@@ -305,7 +307,7 @@ class _ConvertedLayout:
         self._selection = selection
         self.data_files = files.data_files if isinstance(files, DcpTarget) else files
 
-    def receipt(self, plan: None, written: None) -> RankReceipt:
+    def receipt(self, plan: None, written: None, stop: Stop) -> RankReceipt:
         names = {file.name: self._save.transaction.committed_name(file.name) for file in self.data_files}
         crcs = {} if self._dcp is None else self._dcp.crcs(names)
         return RankReceipt({names[file.name]: file.nbytes for file in self.data_files}, names, crcs)
@@ -380,7 +382,7 @@ class _DividedFiles:
 
     # --- the layout: the files need no manifest ---
 
-    def receipt(self, plan: None, written: None) -> RankReceipt:
+    def receipt(self, plan: None, written: None, stop: Stop) -> RankReceipt:
         return RankReceipt(self._written, None)
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
@@ -400,7 +402,7 @@ class _DividedFiles:
                 f"ranks that export together have to say the same: select=, names=, dtype= and max_shard_bytes= make "
                 f"other files on rank {differs[0]} than on rank 0"
             )
-        await io_threads().run(self.save.make_attempt)
+        await write_threads().run(self.save.make_attempt)
         return json.dumps({one.name: one.nbytes for one in self.beside}).encode()
 
 

@@ -355,7 +355,7 @@ class _CopiedLayout:
 
     sizes: Mapping[str, int]
 
-    def receipt(self, plan: None, written: bytes | None) -> RankReceipt:
+    def receipt(self, plan: None, written: bytes | None, stop: Stop) -> RankReceipt:
         return RankReceipt(self.sizes, written)
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:

@@ -191,7 +191,7 @@ class _WrittenLayout:
 
     nbytes: int
 
-    def receipt(self, plan: None, written: None) -> RankReceipt:
+    def receipt(self, plan: None, written: None, stop: Stop) -> RankReceipt:
         return RankReceipt({"": self.nbytes}, None)
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:

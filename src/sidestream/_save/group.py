@@ -87,7 +87,7 @@ class Group:
     def finish(self, plan: Any, written: Any, stop: Stop) -> bytes:
         """Return the receipt of this rank, and the times of its phases, as bytes."""
         lifecycle = self._save.lifecycle
-        receipt = self._layout.receipt(plan, written)
+        receipt = self._layout.receipt(plan, written, stop)
         lifecycle.written(receipt.nbytes)
         seconds = dict(lifecycle.seconds)  # a copy: another thread may add to it meanwhile
         head = json.dumps({"files": receipt.files, "crcs": receipt.crcs, "seconds": seconds}).encode()

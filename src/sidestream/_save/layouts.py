@@ -30,7 +30,7 @@ from .._layout.save_layout import SavePlan
 from .._layout.sharded.assign import Assignment, RankReport
 from .._layout.sharded.rank_layout import RankPlan
 from .._layout.sharded.rank_table import Row, local_table
-from .._runtime.threads import collected, pause_point
+from .._runtime.threads import Stop, collected, pause_point
 from .._runtime.torch_probes import TORCH_VERSION
 from .._staging import Captured, PlanCache
 from ..errors import InvalidOptionError, SidestreamError
@@ -156,7 +156,7 @@ class AgreedLayout:
 
     # --- the layout, when all is written ---
 
-    def receipt(self, plan: RankPlan, written: Sequence[BlockSums]) -> RankReceipt:
+    def receipt(self, plan: RankPlan, written: Sequence[BlockSums], stop: Stop) -> RankReceipt:
         """Return the receipt of this rank, and write its part of the manifest to storage. So rank 0 need not receive
         the part."""
         save, operation = self._save, self._operation
@@ -164,7 +164,7 @@ class AgreedLayout:
         if part:
             name = part_name(save.save_id, operation.rank)
             # Before the receipt is sent, so that rank 0 commits only what is there.
-            save.transaction.put(name, part)
+            save.transaction.put(name, part, stop)
         return receipt
 
     def pack(self, receipt: RankReceipt) -> bytes:
@@ -382,7 +382,7 @@ class NativeLayout:
         captured = renamed_state(captured, options.names, options.dtype, self._save.location.url, others=False)
         return SavePlan.of(plans, budget_bytes, captured)
 
-    def receipt(self, plan: SavePlan, written: Sequence[BlockSums]) -> RankReceipt:
+    def receipt(self, plan: SavePlan, written: Sequence[BlockSums], stop: Stop) -> RankReceipt:
         names = {name: self._save.transaction.committed_name(name) for name in plan.files}
         files = {names[name]: nbytes for name, nbytes in plan.files.items()}
 

@@ -86,7 +86,7 @@ class Writer(Protocol):
 class Layout(Protocol):
     """The part of a save that describes the data files in the manifest and ``.metadata``. Its methods block."""
 
-    def receipt(self, plan: Any, written: Any) -> RankReceipt:
+    def receipt(self, plan: Any, written: Any, stop: Stop) -> RankReceipt:
         """Return this rank's receipt for what its writer has written."""
 
     def files(self, receipts: Sequence[RankReceipt]) -> Mapping[str, Sequence[bytes]]:
@@ -156,7 +156,7 @@ class Solo:
         # The thread that has written commits: between its last byte and the marker no other thread has to be woken up,
         # for which it would wait beside a busy loop or a thread that computes.
         save, layout = self._save, self._layout
-        receipt = layout.receipt(plan, written)
+        receipt = layout.receipt(plan, written, stop)
         save.lifecycle.written(receipt.nbytes)
         save.transaction.commit(partial(layout.files, [receipt]), stop)
         return Committed(receipt.nbytes)
@@ -229,23 +229,29 @@ class SaveOperation:
         )
 
     async def _run(self, staged: Future[None]) -> Committed:
-        save, coordinator = self.save, self.coordinator
+        coordinator, committed = self.coordinator, None
         try:
             coordinator.attach(self.writer)  # first: the failure of another rank has to reach the writer
             self.writer.pass_on(coordinator.relay(staged))
             committed = await coordinator.commit(await self.writer.ended())
-            save.lifecycle.mark("committed")
+            self.save.lifecycle.mark("committed")
         # ``fail`` has three ends. It raises the error of the save: the usual one. It raises the caller's cancel, after
         # the outcome was read back. Or it returns, because the checkpoint is there: rank 0 has died after its commit.
         except BaseException as error:
             committed = await coordinator.fail(error)
         finally:
             try:
-                # Here, because a save that was cancelled after its commit removes what it has replaced, too.
-                await save.remove_replaced()
+                await self._clean_up()
             finally:
-                # Last, and before the caller has the result. A caller that saves again at once finds the memory free,
-                # and a failed save has left nothing behind when its error is raised.
-                await run_shielded(self.writer.release)
-        coordinator.close()
+                if committed is not None:
+                    coordinator.close()
         return committed
+
+    async def _clean_up(self) -> None:
+        try:
+            # Also for a save that was cancelled after its commit.
+            await self.save.remove_replaced()
+        finally:
+            # Last, and before the caller has the result. A caller that saves again at once finds the memory free, and a
+            # failed save has left nothing behind when its error is raised.
+            await run_shielded(self.writer.release)

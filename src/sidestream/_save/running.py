@@ -14,7 +14,7 @@ from .._format.records import Chunk, Manifest, Node, TensorEntry
 from .._format.shard import checksums_of
 from .._group import Deadline, Operation
 from .._runtime.tasks import run_shielded
-from .._runtime.threads import Stop, io_threads, report, time_limit
+from .._runtime.threads import Stop, io_threads, report, time_limit, write_threads
 from .._storage import Attempt, Kind, Location, Space, Transaction, read_sources
 from .._worker.client import Worker
 from ..errors import NotDurableError, OutcomeUnknownError, SidestreamError, StorageNotSharedError, is_stuck
@@ -88,8 +88,10 @@ class Save:
         )
         self.space = Space()
         """The space that the save and its exports need on file systems of this machine."""
-        self.sidecars: dict[str, bytes] = {}
-        """The content of the sidecar files, which ``read_files`` has read."""
+        self.reads_files = any(not isinstance(one, bytes) for one in order.files.values())
+        """Whether ``read_files`` has to be called: some sidecar files are given as paths."""
+        self.sidecars = {name: one for name, one in order.files.items() if isinstance(one, bytes)}
+        """The content of the sidecar files."""
         if self.rank:  # ranks above 0 join the attempt of rank 0, and never make one
             kind = "joined_files" if kind == "files" else "joined"
         self._kind: Kind = kind
@@ -150,7 +152,7 @@ class Save:
         # replaced the target and deleted the files of this one. The marker tells them apart, so it is read first: the
         # advice to share storage would be wrong in the second case.
         if lost:
-            await io_threads().run(transaction.check_not_overtaken)
+            await write_threads().run(transaction.check_not_overtaken)
             raise StorageNotSharedError(
                 2,
                 f"ranks wrote {len(files)} files, and rank 0 does not see {len(lost)} of them "
@@ -165,7 +167,7 @@ class Save:
 
     async def read_files(self) -> None:
         """Read the sidecar files. Raises what ``read_sources`` raises."""
-        self.sidecars.update(await read_sources(self.order.files, timeout_s=self.deadline.remaining_s()))
+        self.sidecars = await read_sources(self.order.files, timeout_s=self.deadline.remaining_s())
 
     def sidecar_files(self) -> dict[str, list[bytes]]:
         """Return the sidecar files, under the names that they have on this store."""
@@ -185,6 +187,8 @@ class Save:
         return replace(manifest, files=files, sidecars=sidecars, file_crcs=file_crcs)
 
     # --- the ends, for code on the loop of operations ---
+    # A transaction blocks while it waits for requests, and file systems without coroutines make these in threads of
+    # ``io_threads``, which are few. So transactions never work in those, but in ``write_threads``, which have no limit.
 
     async def commit(self, files: Mapping[str, Sequence[bytes]]) -> None:
         """Do ``Transaction.commit`` in a thread. If that fails, or this task is cancelled, find out the outcome.
@@ -196,7 +200,7 @@ class Save:
         """
         stop = Stop()
         try:
-            await io_threads().run(self.transaction.commit, files, stop, stop=stop)
+            await write_threads().run(self.transaction.commit, files, stop, stop=stop)
         except BaseException as error:
             failure = await self.settled(error)
             if failure is error:
@@ -209,12 +213,18 @@ class Save:
 
         This is ``error`` itself if it is a cancel, or if nothing was committed."""
         transaction, attempt = self.transaction, self.transaction.attempt
-        transaction.end()
-        transaction.may_follow = transaction.may_follow or is_stuck(error)
+        transaction.end(may_follow=is_stuck(error))
         if not transaction.can_be_read_back:
             return error
         await run_shielded(_read_back, transaction)
         outcome: Outcome = transaction.outcome
+        # If the checkpoint is complete, how far the sync has come is unknown. So what was replaced stays until another
+        # collection, also after a cancel: after a power cut the old name may be the one that the file system has.
+        committed = NotDurableError(
+            f"{attempt.target} is committed and complete, but publishing it did not end well: {error}"
+        )
+        if outcome == "committed":
+            transaction.keep_replaced(committed)
         if outcome == "absent" or not isinstance(error, Exception):
             return error
         if outcome == "unknown":
@@ -222,12 +232,6 @@ class Save:
                 f"the commit of {attempt.target} was sent, and whether it took place could not be read back: {error}. "
                 f"Nothing was deleted; look for {attempt.target}, and remove {attempt.name} if it is still there"
             )
-        # The checkpoint is complete, but how far the sync has come is unknown. So what was replaced stays until another
-        # collection: after a power cut the old name may be the one that the file system has.
-        committed = NotDurableError(
-            f"{attempt.target} is committed and complete, but publishing it did not end well: {error}"
-        )
-        transaction.keep_replaced(committed)
         return committed
 
     async def clean_up(self, error: BaseException) -> None:
@@ -255,7 +259,7 @@ class Save:
 async def _read_back(transaction: Transaction) -> None:
     try:
         with time_limit(Deadline.after(_READ_BACK_S)):
-            await io_threads().run(transaction.read_back)
+            await write_threads().run(transaction.read_back)
     except (SidestreamError, OSError):
         return
 
@@ -263,7 +267,7 @@ async def _read_back(transaction: Transaction) -> None:
 async def _discard(transaction: Transaction, error: BaseException) -> None:
     try:
         with time_limit(Deadline.after(_CLEAN_UP_S)):
-            await io_threads().run(transaction.discard)
+            await write_threads().run(transaction.discard)
     except (SidestreamError, OSError) as failure:
         error.add_note(f"what it had written could not be removed: {failure}")
         if isinstance(error, SidestreamError):
@@ -273,6 +277,6 @@ async def _discard(transaction: Transaction, error: BaseException) -> None:
 async def _discard_replaced(transaction: Transaction) -> None:
     try:
         with time_limit(Deadline.after(_CLEAN_UP_S)):
-            await io_threads().run(transaction.discard_replaced)
+            await write_threads().run(transaction.discard_replaced)
     except (SidestreamError, OSError) as error:
         _log.warning("what %s replaced could not be removed: %s", transaction.attempt.target, error)

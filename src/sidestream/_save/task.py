@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
 
-from .._runtime.threads import Stop, ThreadFuture, io_threads
+from .._runtime.threads import Stop, ThreadFuture, write_threads
 from .operation import Coordinator, Layout, SaveOperation, Solo
 from .pending import SaveInfo, SaveProgress
 from .running import Save
@@ -30,9 +30,10 @@ class _TaskWriter:
         staged.set_result(None)
 
     async def ended(self) -> Any:
-        await self._save.read_files()
+        if self._save.reads_files:
+            await self._save.read_files()
         written, stop = await self._write(), Stop()
-        return await io_threads().run(self._finish, None, written, stop, stop=stop)
+        return await write_threads().run(self._finish, None, written, stop, stop=stop)
 
     async def release(self) -> None:
         """Do nothing: ``write`` has released its memory."""

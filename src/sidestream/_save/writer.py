@@ -38,6 +38,7 @@ from ..errors import (
     SidestreamError,
     SkippedError,
 )
+from ..events import observed
 from .layouts import AgreedLayout, NativeLayout
 from .pending import SaveProgress
 from .running import Save
@@ -46,6 +47,7 @@ __all__ = ["LiveWriter", "Stage", "write_files"]
 
 
 _GRACE_S = 5.0
+_CLEAN_UP_S = 60.0
 
 
 class _Launch:
@@ -76,10 +78,12 @@ class LiveWriter:
         self._finish = finish
         self._stage = stage
         self._files_read: ThreadFuture[None] = ThreadFuture()
-        if not save.order.files:
+        if not save.reads_files:
             self._files_read.set_result(None)
         self._stop = Stop()
-        self._launched = self._withdrawn = False  # withdrawn: the caller was interrupted and will not await this save
+        self._written = self._launched = self._withdrawn = (
+            False  # withdrawn: the caller was interrupted and will not await this save
+        )
         self._done: Future[Any] | None = None
         # Before the launch: starting a thread releases the GIL, and the stager's thread would then keep it for a while.
         launch = _Launch()
@@ -118,7 +122,9 @@ class LiveWriter:
                 staged.set_result(None)
             else:
                 staged.set_exception(error)
-        if asyncio._get_running_loop() is None:  # not on the loop of operations, because observers are code of the user
+        if asyncio._get_running_loop() is not None and observed():  # not on the loop of operations
+            self._threads.submit(lifecycle.emit_queued)
+        else:
             lifecycle.emit_queued()
 
     async def ended(self) -> Any:
@@ -153,10 +159,11 @@ class LiveWriter:
                 await self._stage.own.aclose_by(Deadline.after(0.0 if hangs else _GRACE_S))
 
     def _ended_well(self) -> bool:
-        """Return whether everything was staged and written, so that no thread of this save uses the stager any more."""
-        used = (self._done, self._stage.copied)
-        ended = all(one is not None and one.done() and not one.cancelled() for one in used)
-        return ended and not self._stop.is_set() and all(Future.exception(one) is None for one in used if one)
+        """Return whether everything was staged and written, so that no thread of this save uses the stager any more. A
+        commit that was refused makes no difference."""
+        copied = self._stage.copied
+        ended = self._written and self._done is not None and self._done.done() and not self._stop.is_set()
+        return ended and copied.done() and not copied.cancelled() and Future.exception(copied) is None
 
     def progress(self) -> SaveProgress:
         return self._stage.progress()
@@ -170,12 +177,16 @@ class LiveWriter:
         launching thread; does not wait."""
         self._withdrawn = True
         self.interrupt()
-        self._save.lifecycle.failed(SaveAbortedError("the caller was interrupted"), "absent")
+        if self._done is None or not self._launched:
+            self._report_interrupt()
+            return
         # Two threads may find that they have to discard. The writing thread looks at ``_withdrawn`` when it ends, and
         # this callback runs when it has ended. If the flag was set after that look, only the callback discards.
-        # ``discard`` may run twice.
-        if self._done is not None and self._launched:  # the writing thread may have ended before ``_withdrawn`` was set
-            self._done.add_done_callback(lambda _: release_in_background(self._discard, "sidestream-abandoned"))
+        # ``_discard`` may run twice.
+        self._done.add_done_callback(lambda _: release_in_background(self._discard, "sidestream-abandoned"))
+
+    def _report_interrupt(self) -> None:
+        self._save.lifecycle.failed(SaveAbortedError("the caller was interrupted"), self._save.outcome)
 
     def _close_own(self) -> None:
         if self._stage.own is not None:
@@ -185,39 +196,48 @@ class LiveWriter:
     # --- the thread ---
 
     def _work(self, launched: SimpleQueue[bool]) -> Any:
-        save, stage, stop = self._save, self._stage, self._stop
-        began = False
+        save = self._save
         try:
-            began = launched.get(timeout=save.deadline.remaining_s())
-            if not began:
+            if not launched.get(timeout=save.deadline.remaining_s()):
                 return None
-            save.lifecycle.emit_queued()
-            with time_limit(save.deadline):
-                if save.worker is not None:
-                    save.worker.start()  # while the plan is made
-                if save.order.files:
-                    call_from_thread(save.read_files, save.deadline)
-                    self._files_read.set_result(None)
-                # The order is a promise. A state that cannot be saved fails in ``plan``, and one that does not fit on
-                # the disk in ``take``, before the attempt is made: nothing has to be removed after them. In a group
-                # the transaction is not touched before the plan, because the ranks get the id of the save with it.
-                plan = stage.plan(stop)
-                save.lifecycle.planned(save.save_id)
-                save.space.take(save.transaction, plan.nbytes, alone=True)
-                write_files(save, stage.files(plan), stop)  # after planning: it needs the id of the save
-                save.lifecycle.staged()  # if ``pass_on`` was not called yet
-                return self._finish(plan, stage.written(), stop)
         except Empty:
             raise save.deadline.exceeded("launching the copies") from None
+        try:
+            save.lifecycle.emit_queued()
+            with time_limit(save.deadline):
+                return self._save_here()
         finally:
-            if began and self._withdrawn:
+            if self._withdrawn:
                 self._discard()
 
+    def _save_here(self) -> Any:
+        save, stage, stop = self._save, self._stage, self._stop
+        if save.reads_files:
+            call_from_thread(save.read_files, save.deadline)
+            self._files_read.set_result(None)
+        if save.worker is not None:
+            save.worker.start()  # while the plan is made
+        # The order is a promise. A state that cannot be saved fails in ``plan``, and one that does not fit on the disk
+        # in ``take``, before the attempt is made: nothing has to be removed after them. In a group the transaction is
+        # not touched before the plan, because the ranks get the id of the save with it.
+        plan = stage.plan(stop)
+        save.lifecycle.planned(save.save_id)
+        save.space.take(save.transaction, plan.nbytes, alone=True)
+        write_files(save, stage.files(plan), stop)  # after planning: it needs the id of the save
+        self._written = True
+        save.lifecycle.staged()  # if ``pass_on`` was not called yet
+        return self._finish(plan, stage.written(), stop)
+
     def _discard(self) -> None:
-        """Remove what was written, unless it was committed, and free the memory of a save whose caller was interrupted.
-        Called in a thread."""
-        if self._save.outcome == "absent":
-            self._save.transaction.discard()
+        """End a save whose caller was interrupted: remove what it wrote, or, if it has committed all the same, what it
+        has replaced, and free its memory. Called in a thread when the save has ended."""
+        transaction = self._save.transaction
+        with time_limit(Deadline.after(_CLEAN_UP_S)):
+            if transaction.outcome == "absent":
+                transaction.discard()
+            elif transaction.has_replaced:
+                transaction.discard_replaced()
+        self._report_interrupt()
         self._close_own()
 
 

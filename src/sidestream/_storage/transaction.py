@@ -92,7 +92,8 @@ class Attempt:
 
 class Transaction(ABC):
     """One attempt. Its methods block, and need no event loop. Only one thread at a time may call them, except that
-    ``discard`` may run at the same time as ``write``, and every method beside a thread that hangs in a system call."""
+    ``discard`` may run at the same time as ``write`` and ``commit``, and every method beside a thread that hangs in a
+    system call."""
 
     _adds_ids = False
     """Whether several attempts write the files of checkpoints into one target, under names that contain the id of the
@@ -120,6 +121,8 @@ class Transaction(ABC):
         self.may_follow = False
         """Whether the commit may still take place although it has failed: a request or a thread was left behind."""
         self._ended = False
+        self._deciding = threading.Lock()
+        """Held for moments, by what sends the commit and by what prevents that."""
         self._making = threading.Lock()
         self._discarded = False
         self._keeps_replaced = False
@@ -156,7 +159,7 @@ class Transaction(ABC):
         """
 
     @abstractmethod
-    def put(self, name: str, content: bytes) -> None:
+    def put(self, name: str, content: bytes, stop: Stop | None = None) -> None:
         """Write a small file. With ``durability="fsync"``, its content is durable when this returns, and its name after
         the commit. Raises ``CheckpointExistsError`` if it exists."""
 
@@ -215,8 +218,8 @@ class Transaction(ABC):
 
     @contextmanager
     def _unless_discarded(self) -> Iterator[None]:
-        """Exclude ``discard`` in this context, which makes the attempt or sends the commit. Raises ``ClosedError`` if
-        the attempt was discarded: another thread may have ended the save before this one comes here. If the file system
+        """Exclude ``discard`` in this context, which makes the attempt. Raises ``ClosedError`` if the attempt was
+        discarded: another thread may have ended the save before this one reaches its first write. If the file system
         hangs here, ``discard`` waits until its own deadline."""
         with self._making:
             if self._discarded:
@@ -225,11 +228,11 @@ class Transaction(ABC):
 
     def _may_discard(self) -> bool:
         """Return whether the attempt may be deleted, and prevent it from being made or committed from now on. Not in a
-        forked child, whose parent owns the attempt, and not while the outcome of the commit is unknown."""
+        forked child, whose parent owns the attempt, and not once the commit was sent, unless it has not taken place."""
         if os.getpid() != self._pid:
             return False
-        with self._making:
-            self._discarded = self.outcome != "unknown"
+        with self._making, self._deciding:
+            self._discarded = self._discarded or self.outcome == "absent"
             return self._discarded
 
     def commit(self, files: CommitFiles | MakeFiles, stop: Stop | None = None) -> None:
@@ -253,7 +256,9 @@ class Transaction(ABC):
         if files:
             *_, (name, last) = files.items()
             self._mark = f"{self.attempt.target}/{name}", _tail_of(last)
-        with self._unless_discarded():
+        with self._deciding:
+            if self._ended or self._discarded:
+                raise ClosedError(f"{self.attempt.name} was discarded")
             stop.check()
             # Before the call: once the rename or the put is sent, it may take effect whatever is raised here. From
             # ``"unknown"`` on nothing is deleted that has not been looked at.
@@ -273,7 +278,8 @@ class Transaction(ABC):
             # that has to be read back. An export, or a single file, has no marker that names its save, and a look at
             # the target could not tell this commit from that of another writer. For these an error of the storage
             # counts as a refusal.
-            self.may_follow = is_stuck(error)
+            with self._deciding:
+                self.may_follow = self.may_follow or is_stuck(error)
             if self._mark is None and not isinstance(error, DeadlineExceededError):
                 self._found("absent")
             raise
@@ -282,17 +288,21 @@ class Transaction(ABC):
     def _found(self, outcome: Outcome) -> None:
         """Record the outcome of the commit, unless ``end`` was called: a thread that hung in a system call until then
         does not change what was reported."""
-        if not self._ended:
-            self.outcome = outcome
+        with self._deciding:
+            if not self._ended:
+                self.outcome = outcome
 
     @property
     def can_be_read_back(self) -> bool:
         """Whether the commit was sent, its outcome is unknown, and ``read_back`` may find it out."""
         return self.outcome == "unknown" and self._mark is not None
 
-    def end(self) -> None:
-        """Record that nothing waits for the commit any more: what a thread still does has no effect on ``outcome``."""
-        self._ended = True
+    def end(self, *, may_follow: bool) -> None:
+        """Record that nothing waits for the commit any more. If it was not sent, it never is. What a thread still does
+        has no effect on ``outcome``. ``may_follow``: a thread was left in a system call."""
+        with self._deciding:
+            self._ended = True
+            self.may_follow = self.may_follow or may_follow
 
     def read_back(self) -> None:
         """Set ``outcome`` by what is on the storage, if that ``can_be_read_back``. It stays ``"unknown"`` if the
@@ -321,10 +331,9 @@ class Transaction(ABC):
         """Whether this is a ``"replacement"`` that was committed durably."""
         return self.attempt.kind == "replacement" and self.outcome == "committed" and not self._keeps_replaced
 
+    @abstractmethod
     def discard_replaced(self) -> None:
-        """Delete the checkpoint that this transaction has replaced. After an exchange of two directories it has the
-        name of the attempt, so ``discard`` deletes it."""
-        self.discard()
+        """Delete the checkpoint that this transaction has replaced."""
 
     def keep_replaced(self, error: NotDurableError) -> None:
         """Keep what this transaction has replaced, because the commit may not be durable. ``error`` says where."""

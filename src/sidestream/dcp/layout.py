@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from .._runtime.threads import Stop
 from .._save.layouts import about_save
 from .._save.operation import RankReceipt
 from .._save.running import Save
@@ -22,12 +23,15 @@ class PlannerLayout:
     def __init__(self, save: Save, metadata: Metadata) -> None:
         self._save = save
         self.metadata = metadata
+        self._receipt: RankReceipt | None = None
 
-    def receipt(self, plan: None, written: Sequence[WriteResult]) -> RankReceipt:
+    def receipt(self, plan: None, written: Sequence[WriteResult], stop: Stop) -> RankReceipt:
         """Return the receipt for these items, which all ranks have written. DCP has the plan."""
-        places = [result.storage_data for result in written]
-        sizes = {one.file: one.file_bytes for one in places}
-        return RankReceipt(sizes, written, {one.file: one.file_crc for one in places})
+        if self._receipt is None:
+            places = [result.storage_data for result in written]
+            sizes = {one.file: one.file_bytes for one in places}
+            self._receipt = RankReceipt(sizes, written, {one.file: one.file_crc for one in places})
+        return self._receipt
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
         save = self._save

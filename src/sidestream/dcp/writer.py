@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from .._engine.calls import call_from_thread
 from .._layout.values import allowed_types
-from .._runtime.threads import Deadline, Stop, io_threads, time_limit
+from .._runtime.threads import Deadline, Stop, time_limit, write_threads
 from .._save.running import Save, SaveOrder
 from .._save.task import run_here
 from .._save.writer import write_files
@@ -335,7 +335,8 @@ async def _commit(save: Save, written: Sequence[WriteResult], layout: PlannerLay
     """Commit what all ranks have written."""
 
     async def checked() -> Sequence[WriteResult]:
-        await save.check_shared(layout.receipt(None, written).files)
+        receipt = await write_threads().run(layout.receipt, None, written, Stop())
+        await save.check_shared(receipt.files)
         return written
 
     await run_here(save, checked, layout)
@@ -352,7 +353,7 @@ def _discard(save: Save) -> None:
     if save.outcome != "absent":
         return
     if in_io_thread():
-        io_threads().submit(save.transaction.discard)
+        write_threads().submit(save.transaction.discard)
         return
     with suppress(SidestreamError):
         save.transaction.discard()

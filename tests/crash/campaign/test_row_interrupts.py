@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import warm
 from _judge import Oracle
 from _look import attempts_in
 from _rows import HERE, SOURCE, Row, Size, spread
@@ -34,7 +35,7 @@ def test_a_storm_of_interrupts(way: str, place: Path, judge: Oracle, row: Callab
     signals = spread(size.of(SHORT, LONG), WAYS)[way]
     run, stop, said = place / "run", place / "stop", place / "said"
     with said.open("w") as errors:
-        child = subprocess.Popen(
+        child = warm.Popen(
             [sys.executable, "-X", "faulthandler", str(HERE / "_storm.py"), way, str(run), str(stop)],
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -147,10 +147,7 @@ async def test_killed_at_every_operation(
 
     assert scenario.work != "prune" or whole.get("pruned")["deleted"] == list(scenario.goes)
 
-    # One point before each operation, which is just after the one before it, and one after the last. In the quick form,
-    # where nothing that can be seen was done since the point before, a kill would leave the same files again.
-    seen = [True, *whole.get("visible")]
-    before = [at for at in range(1, len(operations) + 1) if seen[at - 1] or not size.quick]
+    before = whole.points(size.quick)
     points: list[tuple[int, str, dict[str, Any]]] = [(at, "before", {}) for at in before]
     points.append((len(operations), "after", {}))
     random = size.random(name)

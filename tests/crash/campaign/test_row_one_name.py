@@ -57,10 +57,10 @@ async def test_one_name_killed_at_every_operation(
         return children.run(root=root, run=root / "run", work="one_name", what=name, at=at, when=when, **options)
 
     whole = trial(0, "before")
-    operations, seen = whole.get("operations"), [True, *whole.get("visible")]
+    operations = whole.get("operations")
     assert (whole.exit, whole.acked) == (0, AFTER[name])
     assert {"a removal": "rename", "an export": "rename"}.get(name, "exchange") in operations
-    points = [(at, "before") for at in range(1, len(operations) + 1) if seen[at - 1] or not size.quick]
+    points = [(at, "before") for at in whole.points(size.quick)]
     points += [(at, "after") for at, one in enumerate(operations, 1) if one in ("rename", "exchange")]
     total = spread(size.of(*KILLS), WORK)[name]
     while len(points) < total:

@@ -380,7 +380,7 @@ class MarkedTransaction(LocalTransaction):
         if not self._carries_id:
             super().discard()
             return
-        if self.outcome == "committed" or not self._may_discard():
+        if not self._may_discard():
             return
         self._made, self._last = None, None
         if self._claimed:

@@ -310,10 +310,10 @@ class LocalTransaction(Transaction):
         for name in names:
             unlink(self._directory / self.committed_name(name))
 
-    def put(self, name: str, content: bytes) -> None:
+    def put(self, name: str, content: bytes, stop: Stop | None = None) -> None:
         self._names[name] = None
         # The directory is not made again if it is gone: another process has removed the attempt.
-        self._write_file(name, BytesBody(content), Stop())
+        self._write_file(name, BytesBody(content), stop or Stop())
 
     def _complete(self, files: CommitFiles, stop: Stop) -> None:
         names = [*files]
@@ -343,7 +343,7 @@ class LocalTransaction(Transaction):
             error.add_note(f"what it has replaced may still be in {self._hidden}, until it is collected")
 
     def discard_replaced(self) -> None:
-        if not self._may_discard():
+        if os.getpid() != self._pid:
             return
         path: Path | None = self._hidden
         with suppress(NoSpaceError):  # a quota may refuse the rename but allow the removal, which frees space

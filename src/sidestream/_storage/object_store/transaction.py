@@ -15,7 +15,6 @@ from ..._runtime.threads import Deadline, Stop, current_deadline, time_limit
 from ...errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
-    DeadlineExceededError,
     InvalidOptionError,
     SidestreamError,
     StorageError,
@@ -232,10 +231,7 @@ class ObjectTransaction(Transaction):
                 failure = StorageError(errno.ENOENT, "the bucket, or the upload, is not there", url)
             raise failure from error
 
-    def put(self, name: str, content: bytes) -> None:
-        self._put(name, content, Stop())
-
-    def _put(self, name: str, content: bytes, stop: Stop) -> None:
+    def put(self, name: str, content: bytes, stop: Stop | None = None) -> None:
         bucket = self._bucket
         self._sizes[name] = len(content)
         LoopCall(lambda: bucket.put(self.path_of(name), memoryview(content))).result(
@@ -246,7 +242,7 @@ class ObjectTransaction(Transaction):
         if files:
             *others, last = files
             for name in others:
-                self._put(name, _joined(files[name]), stop)
+                self.put(name, _joined(files[name]), stop)
             self._last = last, _joined(files[last])
         LoopCall(self._check_complete).result(f"looking at {self.attempt.target}", stop)
 
@@ -278,8 +274,10 @@ class ObjectTransaction(Transaction):
             try:
                 with time_limit(Deadline.after(current_deadline().remaining_s() + _SENT_S)):
                     creation.result(f"publishing {name}")
-            except DeadlineExceededError as error:
-                raise (mark_stuck(error) if creation.cancelled else error) from error.__cause__
+            except SidestreamError as error:
+                if creation.cancelled:  # at its deadline, or because the program ends: the request may still arrive
+                    mark_stuck(error)
+                raise
         self._forget()
 
     def _forget(self) -> None:
