@@ -99,6 +99,8 @@ async def test_the_right_bytes_whatever_the_target_is_like(seed: int, tmp_path: 
         if number % 3 == 0 and one.dim() == 2:
             one = torch.ones(*reversed(tensor.shape), dtype=dtype, device=device).t()
         target[name] = one.conj() if dtype.is_complex else one
+    torch.cuda.synchronize(0)
+    torch.cuda.synchronize(1)
     sides = [torch.cuda.Stream(device) for device in (0, 1)]
     with torch.cuda.stream(sides[1]), torch.cuda.stream(sides[0]):
         for one in target.values():
@@ -116,8 +118,8 @@ async def test_it_comes_after_what_the_caller_has_enqueued(tmp_path: Path) -> No
     target = on_devices(state)
     side = torch.cuda.Stream(1)
     with torch.cuda.stream(side), cudasim.held(side):
-        for one in target.values():
-            one.fill_(7.0)
+        for name in ("small7", "large1", "large3"):
+            target[name].fill_(7.0)
         before = cudasim.state()["queued"]
         load = asyncio.create_task(sidestream.load(target, tmp_path / "a", options=OPTIONS))
         await queued_more_than(before)

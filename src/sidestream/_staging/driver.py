@@ -75,6 +75,10 @@ class TorchDriver:
         device."""
         event.synchronize()
 
+    def has_occurred(self, event: Any) -> bool:
+        """Return whether ``event`` has occurred, without a wait."""
+        return bool(event.query())
+
     def gather(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
         """Join the bytes of ``sources`` (row-major, of one dtype and device) in new device memory, as uint8. Raises
         ``ArenaExhaustedError`` if there is too little memory."""

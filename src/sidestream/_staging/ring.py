@@ -55,6 +55,14 @@ class Slot:
         self._copied = driver, device, copied
         _ring.give_back(self)
 
+    def is_copied(self) -> bool:
+        """Return whether the copies of the former content have ended."""
+        if self._copied is None:
+            return True
+        driver, device, copied = self._copied
+        driver.enter(device)
+        return driver.has_occurred(copied)
+
     def wait(self) -> None:
         """Wait for the copies of the former content. Raises errors of the device."""
         if self._copied is not None:
@@ -77,8 +85,8 @@ class _Ring:
             return None
         with self._lock:
             self.uses += 1
-            # New ones first: the copies from a slot that was given back may be in flight. After that the oldest.
-            if len(self._slots) < _SLOTS:
+            # The oldest, or a new one if its copies are still in flight.
+            if len(self._slots) < _SLOTS and not (self._free and self._free[0].is_copied()):
                 slot = Slot(_SLOT_BYTES)
                 self._slots.add(slot)
                 return slot
