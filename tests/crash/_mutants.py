@@ -16,6 +16,7 @@ import random
 import re
 import shutil
 import sys
+import threading
 import time
 import warnings
 from collections.abc import AsyncIterator, Callable
@@ -495,6 +496,24 @@ async def cancels(place: Path, chance: random.Random, first: str) -> AsyncIterat
             with Intercept(place, slowly).installed():
                 _, violations = await sweep(bench, OPERATIONS[name], cancelled, lambda at: {at})
             yield [str(one) for one in violations] + late
+        bench.begin()
+        loop, task = asyncio.get_running_loop(), asyncio.create_task(OPERATIONS["save"](bench))
+        reached, ended, left = threading.Event(), threading.Event(), threading.Event()
+
+        def within(operation: Operation) -> Any:
+            if operation.name == "pwrite" and not reached.is_set():
+                reached.set()
+                loop.call_soon_threadsafe(task.cancel)
+                if ended.wait(1):
+                    late.append("the save has ended while its thread is in a system call")
+                left.set()
+            return operation.call()
+
+        with Intercept(place, within).installed():
+            await asyncio.wait([task])
+            ended.set()
+            await asyncio.to_thread(left.wait)
+        yield late
 
 
 CATCHERS: dict[str, Callable[[Path, random.Random, str], AsyncIterator[list[str]]]] = {

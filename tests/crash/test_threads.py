@@ -448,3 +448,14 @@ def test_an_interrupt_while_a_thread_starts() -> None:
     thread.start = start  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         _threads._start(thread)
+
+
+async def test_a_pool_without_a_limit_has_as_many_threads_as_it_had_work_at_once() -> None:
+    """A thread that ends its work may take what was meant for one that waits, which then waits for other work."""
+    pool = Threads("test", sys.maxsize)
+    try:
+        for number in range(1500):
+            await asyncio.gather(*(pool.run(pow, number, 2) for _ in range(3)))
+        assert pool._count <= 30
+    finally:
+        pool.close()

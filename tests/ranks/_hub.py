@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import socket
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
+from functools import partial, wraps
+from typing import Any, ParamSpec
 
-from sidestream._group.connections import Connection, connection_thread
+from sidestream._engine.calls import call_from_thread, in_operation
+from sidestream._group.connections import Connection
 from sidestream._group.rank_group import OtherRank, Rank0
+
+P = ParamSpec("P")
 
 LONG_S = 60.0
 
@@ -21,42 +23,39 @@ class Ranks:
         self.hub = Rank0(world, "token")
         self.spokes = [OtherRank(rank, world) for rank in range(1, world)]
         self.ends: list[socket.socket] = []
+        call_from_thread(self._connect)
+
+    async def _connect(self) -> None:
         for rank, spoke in enumerate(self.spokes, 1):
             one, other = socket.socketpair()
             self.ends.append(one)
-            in_owner(lambda rank=rank, one=one: self.hub.connected(rank, Connection(connection_thread(), one)))  # type: ignore[misc]
-            in_owner(lambda spoke=spoke, other=other: spoke.connected(Connection(connection_thread(), other), "token"))  # type: ignore[misc]
+            ends = Connection(), Connection()
+            self.hub.connected(rank, ends[0])
+            spoke.connected(ends[1], "token")
+            await ends[0].use(one)
+            await ends[1].use(other)
+            for end in ends:
+                end.authenticate()
 
     def close(self) -> None:
         for group in (self.hub, *self.spokes):
-            in_owner(group.shut)
+            in_loop(group.close)
 
 
-def in_owner(work: Callable[[], None]) -> None:
-    """Done when this returns."""
-    done: Future[None] = Future()
+def on_the_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, Coroutine[Any, Any, None]]:
+    """Run ``test`` where operations run."""
 
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-            raise
+    @wraps(test)
+    async def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        await in_operation(partial(test, *args, **kwargs), test.__name__)
 
-    connection_thread().post(run)
-    done.result(LONG_S)
+    return run
 
 
-@contextmanager
-def owner_held() -> Iterator[None]:
-    """Nothing that is due is done meanwhile, however slow this thread is."""
-    gate = threading.Event()
+def in_loop(work: Callable[[], object]) -> None:
+    """Call ``work`` where operations run. It is done when this returns, and so is what was called there before."""
 
-    def hold() -> None:
-        gate.wait(LONG_S)
+    async def call() -> None:
+        work()
 
-    connection_thread().post(hold)
-    try:
-        yield
-    finally:
-        gate.set()
+    call_from_thread(call)

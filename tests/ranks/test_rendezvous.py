@@ -14,7 +14,9 @@ from typing import Any
 import anyio
 import pytest
 import torch.distributed as dist
+from _hub import on_the_loop
 
+from sidestream._engine.calls import call_from_thread
 from sidestream._group import Member, Operation, rendezvous
 from sidestream._group.operation import Stopped
 from sidestream._group.rank_group import OtherRank, Rank0
@@ -33,7 +35,7 @@ async def meet(operation: Operation) -> None:
 
 def ended(members: list[Member]) -> None:
     for member in members:
-        member.group._thread.post(member.group.shut)
+        member.group.close()
 
 
 def test_a_later_group_of_the_same_name_finds_its_own_rank_0() -> None:
@@ -49,12 +51,15 @@ def test_a_later_group_of_the_same_name_finds_its_own_rank_0() -> None:
 
     async def both() -> None:
         first = await met("first")
-        door = first[1].group.stop_listening.__self__  # type: ignore[attr-defined]
-        assert door._listener.fileno() == -1, "it listens after all ranks have come"
+        hub = first[1].group
+        assert isinstance(hub, Rank0)
+        assert hub.accepting is not None
+        await asyncio.wait([hub.accepting], timeout=TIMEOUT_S)
+        assert hub.accepting.done(), "it listens after all ranks have come"
         second = await met("second")
         ended([*first, *second])
 
-    asyncio.run(both())
+    call_from_thread(both)
 
 
 def test_each_operation_waits_for_rank_0_until_its_own_limit() -> None:
@@ -78,7 +83,7 @@ def test_each_operation_waits_for_rank_0_until_its_own_limit() -> None:
         assert [one.rank for one in (await late.failed(told.value)).failures] == [1]
         ended([spoke, hub])
 
-    asyncio.run(both())
+    call_from_thread(both)
 
 
 def test_the_limit_holds_while_a_server_does_not_answer() -> None:
@@ -98,7 +103,7 @@ def test_the_limit_holds_while_a_server_does_not_answer() -> None:
             await asyncio.gather(meet(hub.begin("save", Deadline.after(TIMEOUT_S))), met)
         ended([spoke, hub])
 
-    asyncio.run(both())
+    call_from_thread(both)
 
 
 def test_a_rank_that_finds_no_rank_0_reports_its_own_error() -> None:
@@ -109,19 +114,32 @@ def test_a_rank_that_finds_no_rank_0_reports_its_own_error() -> None:
             (1, "InvalidOptionError", "metadata= is wrong")
         ]
 
-    asyncio.run(fail())
+    call_from_thread(fail)
 
 
 FULL = """
-import asyncio, os, resource, sys, time
+import os, resource, socket, sys, time
 import torch.distributed as dist
-from sidestream._group import Member, rendezvous
+from sidestream._engine.calls import call_from_thread
+from sidestream._group import Member
 from sidestream._group.rank_group import Rank0
 from sidestream._runtime.threads import Deadline
 from test_rendezvous import NAME, meet
 
-accepted, accept = [], rendezvous._Listener._accept
-rendezvous._Listener._accept = lambda self: (accepted.append(1), accept(self))[1]
+accepted, accept = [], socket.socket.accept
+
+def counted(listener):
+    try:
+        found = accept(listener)
+    except BlockingIOError:
+        raise
+    except OSError:
+        accepted.append(1)
+        raise
+    accepted.append(1)
+    return found
+
+socket.socket.accept = counted
 hub = Member(Rank0(3, "token"), dist.FileStore(sys.argv[1], 3), NAME)
 operation = hub.begin("save", Deadline.after(60))
 while len(accepted) < 1:
@@ -141,11 +159,12 @@ time.sleep(0.5)
 tries = len(accepted) - tries
 for one in taken:
     os.close(one)
-asyncio.run(meet(operation))
+call_from_thread(lambda: meet(operation))
 print(tries, flush=True)
 """
 
 
+@on_the_loop
 async def test_a_rank_0_without_descriptors_does_not_spin_and_goes_on_when_it_has_some(tmp_path: Path) -> None:
     """One rank is connected already, the other one connects while rank 0 has no descriptor for it."""
     store = tmp_path / "store"
@@ -169,6 +188,7 @@ async def test_a_rank_0_without_descriptors_does_not_spin_and_goes_on_when_it_ha
     ended(members)
 
 
+@on_the_loop
 async def test_a_scope_of_anyio_that_is_cancelled_does_not_keep_the_loop_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     operation = Member(OtherRank(1, 2), dist.HashStore(), NAME).begin("save", Deadline.after(0.5))
     waits, wait = [], asyncio.wait
@@ -201,4 +221,4 @@ def test_rank_0_says_why_it_cannot_be_found() -> None:
         else:
             raise AssertionError("it met nobody")
 
-    asyncio.run(fail())
+    call_from_thread(fail)

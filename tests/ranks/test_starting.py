@@ -6,15 +6,15 @@ import asyncio
 import random
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import pytest
-from _hub import LONG_S, Ranks, in_owner, owner_held
+from _hub import LONG_S, Ranks, in_loop, on_the_loop
 
 from sidestream._engine.loop import operation_loop
 from sidestream._group import Operation, Stopped, prepare_together
-from sidestream._group.connections import GroupMessage, GroupMessageKind, connection_thread
+from sidestream._group.connections import GroupMessage, GroupMessageKind
 from sidestream._group.operation import RankGroup
 from sidestream._run.saves import GroupQueueEntry, QueuedSave, QueueEntry, SaveQueue
 from sidestream._runtime.threads import Deadline
@@ -146,24 +146,18 @@ async def test_ranks_agree_at_any_speed(seed: int, three: Ranks) -> None:
 # --- its time -------------------------------------------------------------------------------------------------------
 
 
-def later(seconds: float) -> None:
-    """What was due in so many seconds, the owner has done when this returns."""
-    done: Future[None] = Future()
-    connection_thread().post_at(time.monotonic() + seconds, lambda: done.set_result(None))
-    done.result(LONG_S)
-
-
+@on_the_loop
 async def test_the_time_of_one_that_is_suspended_does_not_run_out(three: Ranks) -> None:
-    with owner_held():
-        operations = [three.hub.begin("save", Deadline.after(0.05), LONG_S)]
-        operations[0].suspend()
+    operations = [three.hub.begin("save", Deadline.after(0.05), LONG_S)]
+    operations[0].suspend()
     operations += [spoke.begin("save", Deadline.after(LONG_S), LONG_S) for spoke in three.spokes]
-    await asyncio.to_thread(later, 0.2)
+    await asyncio.sleep(0.2)
     assert not operations[0].stopping
     for operation in operations:
-        operation.on_stop(lambda operation=operation: operation.report(Stopped()))  # type: ignore[misc]
+        operation.on_stop(partial(operation.report, Stopped()))
     operations[0].resume(Deadline.after(0.05))
-    verdict = await asyncio.wait_for(asyncio.wrap_future(operations[0].verdict), LONG_S)
+    verdict = await asyncio.wait_for(operations[0].verdict, LONG_S)
+    assert verdict is not None
     assert {one.kind for one in verdict.failures} == {"DeadlineExceededError"}
 
 
@@ -172,20 +166,21 @@ async def test_the_time_in_the_queue_does_not_count(three: Ranks) -> None:
     busy = [rank.busy() for rank in ranks]
     for rank in ranks:
         rank.save(0, promised=False)
-    in_owner(lambda: None)
+    in_loop(lambda: None)
     operation = three.hub._states[1].operation
     assert operation is not None
     async with asyncio.timeout(LONG_S):
         while not operation._suspended:  # all have called
             await asyncio.sleep(0.001)
     operation.deadline = Deadline(time.monotonic() - 1.0, LONG_S)  # as if it had waited for that long
-    in_owner(lambda: three.hub._expire(three.hub._states[1]))
+    in_loop(lambda: three.hub._expire(three.hub._states[1]))
     assert not operation.stopping
     for entry in busy:  # where the saves wait
         operation_loop().call(entry.release)
     assert [await rank.outcome(0) for rank in ranks] == ["committed"] * WORLD
 
 
+@on_the_loop
 async def test_the_others_wait_for_as_long_as_something_is_on_its_way(
     three: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,13 +189,14 @@ async def test_the_others_wait_for_as_long_as_something_is_on_its_way(
     rank = Rank(three.spokes[0], 1, "")
     busy = rank.busy()
     operation, coming = await waiting_for_rank_0(rank)
-    await asyncio.to_thread(later, 0.2)
+    await asyncio.sleep(0.2)
     assert not operation.stopping
-    operation_loop().call(busy.release)
+    busy.release()
     await gives_up(rank, coming)
     assert rank.queue.slots_used == 0
 
 
+@on_the_loop
 async def test_one_that_was_stopped_in_the_queue_waits_for_the_verdict_no_longer_than_it_may(
     three: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,7 +206,7 @@ async def test_one_that_was_stopped_in_the_queue_waits_for_the_verdict_no_longer
     rank = Rank(three.spokes[0], 1, "")
     rank.busy()
     operation, coming = await waiting_for_rank_0(rank)
-    in_owner(lambda: three.spokes[0]._on_message(GroupMessage(GroupMessageKind.STOP, operation.number, "", b"")))
+    three.spokes[0]._on_message(GroupMessage(GroupMessageKind.STOP, operation.number, "", b""))
     await gives_up(rank, coming)
     assert rank.queue.slots_used == 1
 
@@ -218,17 +214,16 @@ async def test_one_that_was_stopped_in_the_queue_waits_for_the_verdict_no_longer
 async def waiting_for_rank_0(rank: Rank) -> tuple[Operation, asyncio.Task[Any]]:
     """A save that was called while another one was on its way; each has a twentieth of a second."""
     rank.timeout_s = 0.05
-    with owner_held():
-        operation = rank.group.begin("save", Deadline.after(0.05), LONG_S)
-        coming: asyncio.Task[Any] = asyncio.ensure_future(rank.entry(operation, 1).wait_to_begin())
-        while not operation._suspended:
-            assert not coming.done()
-            await asyncio.sleep(0)
+    operation = rank.group.begin("save", Deadline.after(0.05), LONG_S)
+    coming: asyncio.Task[Any] = asyncio.ensure_future(rank.entry(operation, 1).wait_to_begin())
+    while not operation._suspended:
+        assert not coming.done()
+        await asyncio.sleep(0)
     return operation, coming
 
 
 async def gives_up(rank: Rank, coming: asyncio.Task[Any]) -> None:
     await asyncio.wait([coming], timeout=LONG_S)
-    in_owner(rank.group.shut)  # a cancel would not end what has not ended by now
+    rank.group.close()  # a cancel would not end what has not ended by now
     with pytest.raises(RankFailuresError, match=r"rank 0 .*did not answer within timeout_s"):
         await coming

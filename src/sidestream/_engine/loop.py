@@ -74,6 +74,10 @@ class OperationLoop:
         """Call ``callback`` on the loop, soon. Takes no lock: a signal may interrupt the calling thread anywhere."""
         self._loop.call_soon_threadsafe(callback, *args, context=contextvars.copy_context())
 
+    def create_future(self) -> asyncio.Future[Any]:
+        """Return a future of the loop."""
+        return self._loop.create_future()
+
     def start(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         """Run ``work``, which must not raise, in a task, soon. The end of the program waits for it."""
         # A thread of a pool calls the loop. Waking up the loop is a system call, in which this thread would lose the

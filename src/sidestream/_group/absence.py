@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
+from .._runtime.threads import io_threads
 from ..events import RanksMissing, emit
 from .operation import Operation, remedy
 
@@ -42,7 +43,7 @@ class BeginMessage:
 
 
 def warn_of_missing(operation: Operation, missing: Sequence[int]) -> None:
-    """Log that this rank waits for the ranks in ``missing``. Called in the connection thread."""
+    """Log that this rank waits for the ranks in ``missing``."""
     waited_s = time.monotonic() - operation.began_at
     limit_s, limit = min((operation.rank_wait_s, "rank_wait_s"), (operation.deadline.timeout_s, "timeout_s"))
     _log.warning(
@@ -55,7 +56,8 @@ def warn_of_missing(operation: Operation, missing: Sequence[int]) -> None:
         limit,
         limit_s,
     )
-    emit(RanksMissing(operation.kind, operation.rank, tuple(missing), waited_s))
+    # In a thread: observers are code of the user, which must not run on the operation loop.
+    io_threads().submit(emit, RanksMissing(operation.kind, operation.rank, tuple(missing), waited_s))
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from .._runtime.tasks import wait_out
@@ -46,13 +45,7 @@ async def stoppable(operation: Operation | None, work: Coroutine[Any, Any, T]) -
     if operation is None:
         return await work
     task = asyncio.ensure_future(work)
-    loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(task.cancel)
-
-    operation.on_stop(stop)
+    operation.on_stop(task.cancel)
     cancelled = await wait_out(task, lambda _: task.cancel())
     if cancelled is not None:
         if not task.cancelled():

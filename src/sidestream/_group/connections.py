@@ -1,37 +1,23 @@
-"""The connections between ranks, and the one thread of a process that reads, writes and closes all of them.
+"""The connections between ranks.
 
 The body of a message begins with the name of the step.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import logging
+import asyncio
 import os
-import selectors
 import socket
-import threading
-import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .._runtime.messages import NOT_A_MESSAGE, Message, MessageDecoder, message_head
 from ..errors import CorruptCheckpointError
 
-__all__ = [
-    "Connection",
-    "ConnectionThread",
-    "GroupMessage",
-    "GroupMessageKind",
-    "close_in_children",
-    "connection_thread",
-]
-
+__all__ = ["Connection", "GroupMessage", "GroupMessageKind", "close_in_children"]
 
 _MAX_BYTES = 1 << 30
 _MAX_HELLO_BYTES = 256  # the limit for a connection that is not authenticated yet
@@ -94,97 +80,30 @@ def decode_message(message: Message) -> GroupMessage:
         raise CorruptCheckpointError(NOT_A_MESSAGE) from None
 
 
-_log = logging.getLogger("sidestream")
-
-_READ_BYTES = 1 << 20
-_MAX_WAIT_S = 3600.0  # a selector refuses more than 24 days
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20_000))
-
-
-class ConnectionThread:
-    """A thread that runs callbacks: those that other threads post, those whose time has come, and those of sockets that
-    are ready."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self._selector = selectors.DefaultSelector()
-        self._wakeup, receiver = socket.socketpair()
-        self._wakeup.setblocking(False)
-        receiver.setblocking(False)
-        self._selector.register(receiver, selectors.EVENT_READ, lambda _: self._drain_wakeups(receiver))
-        # Posts are appended without a lock, which a finalizer or a signal handler could find taken. ``_wakeup`` only
-        # ends a wait in ``select``: if it is full, the thread has been woken up already.
-        self._work: deque[Callable[[], None]] = deque()
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = itertools.count()
-        threading.Thread(target=self._run, name="sidestream-ranks", daemon=True).start()
-
-    def post(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in the thread, after earlier posts. May be called in any thread."""
-        self._work.append(work)
-        with suppress(BlockingIOError):  # the thread has been woken up already
-            self._wakeup.send(b"!")
-
-    def post_at(self, when: float, work: Callable[[], None]) -> None:
-        """Run ``work`` in the thread at ``when`` (``time.monotonic`` seconds) or later. May be called in any thread."""
-        self.post(lambda: heapq.heappush(self._due, (when, next(self._count), work)))
-
-    def register(self, sock: socket.socket, events: int, arrived: Callable[[int], None]) -> None:
-        """Call ``arrived`` with the events of ``sock`` that occur. Called in the thread."""
-        try:
-            self._selector.modify(sock, events, arrived)
-        except KeyError:
-            self._selector.register(sock, events, arrived)
-
-    def unregister(self, sock: socket.socket) -> None:
-        """Stop watching ``sock``. Called in the thread."""
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(sock)
-
-    def _drain_wakeups(self, receiver: socket.socket) -> None:
-        with suppress(BlockingIOError):
-            while receiver.recv(4096):
-                pass
-
-    def _run(self) -> None:
-        while True:
-            timeout = _MAX_WAIT_S if not self._due else max(0.0, self._due[0][0] - time.monotonic())
-            # Sockets first, then timers, then posts. A message that has arrived is handled before a timer that judges
-            # the rank that sent it to be late.
-            ready = self._selector.select(0.0 if self._work else min(timeout, _MAX_WAIT_S))
-            for key, events in ready:
-                self._guarded(lambda key=key, events=events: key.data(events))  # type: ignore[misc]
-            while self._due and self._due[0][0] <= time.monotonic():
-                self._guarded(heapq.heappop(self._due)[2])
-            while self._work:
-                self._guarded(self._work.popleft())
-
-    def _guarded(self, work: Callable[[], None]) -> None:
-        """Run ``work`` and log its error: a bug in the messages of one group must not end the connections of others."""
-        try:
-            work()
-        except Exception:
-            _log.exception("control traffic between ranks: unexpected")
 
 
 # Connections of our own, and not a group of gloo: a collective ends when all ranks have come or its time is over, and
 # cannot be taken back. A closed socket is noticed in milliseconds, and a message names the operation that it belongs
 # to.
-class Connection:
-    """One connection. All methods run in the connection thread, which also calls ``on_message`` and ``on_close``."""
+class Connection(asyncio.Protocol):
+    """One connection, on the operation loop, which calls ``on_message`` and ``on_close``."""
 
-    def __init__(self, thread: ConnectionThread, sock: socket.socket) -> None:
-        self._thread = thread
-        self._sock = sock
-        self._out: deque[memoryview] = deque()
+    _transport: asyncio.Transport
+
+    def __init__(self) -> None:
         self._decoder = MessageDecoder(_MAX_HELLO_BYTES)
         self.authenticated = False
-        self.on_message: Callable[[GroupMessage], None] = _ignore
-        self.on_close: Callable[[str], None] = _ignore
-        self.open = True
+        self.on_message: Callable[[GroupMessage], None]
+        self.on_close: Callable[[], object] = lambda: None
+        self.open = False
+
+    async def use(self, sock: socket.socket) -> None:
+        """Send and receive over ``sock``. ``on_message`` is set already."""
         close_in_children(sock)
         sock.setblocking(False)
         with suppress(OSError):  # a socket pair has none of these options
+            # asyncio does this too, but not for sockets that were made without a protocol.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             # A process that ends closes its connections, and its peers notice it in milliseconds. A machine that loses
@@ -192,7 +111,7 @@ class Connection:
             for name, value in _KEEPALIVE:
                 if hasattr(socket, name):
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        thread.register(sock, selectors.EVENT_READ, self._ready)
+        await asyncio.get_running_loop().create_connection(lambda: self, sock=sock)
 
     def authenticate(self) -> None:
         """Accept large messages: the peer has shown the token of the group."""
@@ -201,65 +120,37 @@ class Connection:
 
     def send(self, message: GroupMessage) -> None:
         if self.open:
-            # The socket does not block, and what it does not take waits here. One slow rank then delays no message to
-            # another.
-            self._out.append(memoryview(encode_message(message)))
-            self._write()
+            # What the socket does not take waits in the transport, which has no limit. One slow rank then delays no
+            # message to another.
+            self._transport.write(encode_message(message))
 
-    def close(self, why: str) -> None:
-        if not self.open:
-            return
-        # Before ``on_close``, which may send to this connection and close it again.
-        self.open = False
-        self._thread.unregister(self._sock)
-        self._sock.close()
-        self._out.clear()
-        self.on_close(why)
+    def close(self) -> None:
+        if self.open:
+            # Before ``on_close``, which may send to this connection and close it again.
+            self.open = False
+            self._transport.abort()
+            self.on_close()
 
-    def _ready(self, events: int) -> None:
-        if events & selectors.EVENT_READ:
-            self._read()
-        if self.open and events & selectors.EVENT_WRITE:
-            self._write()
+    # --- called by the transport ---
 
-    def _read(self) -> None:
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.open = True
+
+    def data_received(self, data: bytes) -> None:
         try:
-            piece = self._sock.recv(_READ_BYTES)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self.close(f"its connection broke: {error.strerror or error}")
-            return
-        if not piece:
-            self.close("its connection was closed")
-            return
-        try:
-            for message in self._decoder.feed(piece):
-                self.on_message(decode_message(message))
-        except CorruptCheckpointError as error:
-            self.close(str(error))
+            for message in self._decoder.feed(data):
+                if self.open:
+                    self.on_message(decode_message(message))
+        except CorruptCheckpointError:  # the peer is not one of ours, or of another version
+            self.close()
 
-    def _write(self) -> None:
-        try:
-            while self._out:
-                sent = self._sock.send(self._out[0])
-                if sent < len(self._out[0]):
-                    self._out[0] = self._out[0][sent:]
-                else:
-                    self._out.popleft()
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            self.close(f"its connection broke: {error.strerror or error}")
-            return
-        # Watched for writing only while something waits: a socket can nearly always be written to, and ``select`` would
-        # return at once, for ever.
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
-        self._thread.register(self._sock, wanted, self._ready)
+    def eof_received(self) -> None:
+        self.close()  # or the transport would first wait until it has sent everything
 
-
-def _ignore(_: Any) -> None:
-    """Drop a message: no callback has been set yet."""
+    def connection_lost(self, _: Exception | None) -> None:
+        self.close()
 
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -271,23 +162,7 @@ def close_in_children(sock: socket.socket) -> None:
     _sockets.add(sock)
 
 
-_running: ConnectionThread | None = None
-_running_lock = threading.Lock()
-
-
-def connection_thread() -> ConnectionThread:
-    """Return the connection thread of this process; a forked child has its own."""
-    global _running
-    with _running_lock:
-        if _running is None or _running.pid != os.getpid():
-            _running = ConnectionThread()
-        return _running
-
-
 def _after_fork() -> None:
-    # A new lock too: a thread of the parent may have held the old one at the fork, and that thread does not exist here.
-    global _running, _running_lock
-    _running, _running_lock = None, threading.Lock()
     for sock in list(_sockets):
         if sock.fileno() >= 0:
             # Not ``shutdown``, which would end the connection of the parent too.

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ..errors import DeadlineExceededError, RankFailure, RankFailuresError
 from .absence import WARN_AFTER_S, BeginMessage, warn_of_missing
 from .connections import Connection, GroupMessage, GroupMessageKind
 from .failure import pack, pack_all, rank_died, unpack, unpack_all
-from .operation import FOLLOWING, VERDICT_GRACE_S, Exchange, Operation, RankGroup, Stopped, remedy
+from .operation import FOLLOWING, Answers, Decide, Operation, RankGroup, Stopped, remedy
 
 __all__ = ["OtherRank", "Rank0"]
 
 _STOP_S = 10.0
 """How long rank 0 waits for ranks to stop before it sends the verdict without them."""
-_LATER_S = VERDICT_GRACE_S / 3
+_LATER_S = 10.0
 """How long past its deadline a rank above 0 waits for the verdict of rank 0."""
 _REMEMBERED = 256
 _UNKNOWN = "unknown"  # the step of rank 0, in failures that another rank reports
@@ -42,8 +43,7 @@ class _State:
     gives_up_at: float = math.inf
     """When the first of the waiting ranks times out (``time.monotonic`` seconds)."""
     parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
-    gathered: dict[str, Future[Sequence[bytes]]] = field(default_factory=dict)
-    answered: dict[str, Future[bytes]] = field(default_factory=dict)
+    gathered: dict[str, asyncio.Future[Sequence[bytes]]] = field(default_factory=dict)
     steps: dict[int, str] = field(default_factory=dict)  # the last step that each rank has taken part in
     failures: dict[int, RankFailure] = field(default_factory=dict)
     restartable: set[int] = field(default_factory=set)
@@ -57,11 +57,10 @@ class _State:
     closed: bool = False
 
     def close(self) -> Operation | None:
-        """Take the operation out, and drop the parts and answers, because the state itself is kept for longer."""
+        """Take the operation out, and drop the parts, because the state itself is kept for longer."""
         operation, self.operation, self.closed = self.operation, None, True
         self.parts.clear()
         self.gathered.clear()
-        self.answered.clear()
         return operation
 
 
@@ -71,38 +70,31 @@ class Rank0(RankGroup):
     def __init__(self, world: int, token: str) -> None:
         super().__init__(0, world, token)
         self._connections: dict[int, Connection] = {}
-        self._dead: dict[int, str] = {}
+        self._dead: set[int] = set()
         self._states: dict[int, _State] = {}
-        self.is_shut = False
-        self.stop_listening: Callable[[], None] | None = None
-        """Set by the listener, in the connection thread."""
+        self.accepting: asyncio.Task[None] | None = None
+        """Accepts connections until all ranks are connected."""
 
-    def answer(self, operation: Operation, step: str, answers: Sequence[bytes]) -> None:
-        self._thread.post(lambda: self._answer(operation.number, step, answers))
-
-    def make_irrevocable(self, operation: Operation) -> Future[bool]:
-        sealed: Future[bool] = Future()
-        self._thread.post(lambda: sealed.set_result(self._make_irrevocable(self._state(operation.number))))
-        return sealed
-
-    # --- the connection thread ---
-
-    def shut(self) -> None:
-        self.is_shut = True
-        if self.stop_listening is not None:
-            self.stop_listening()
+    def close(self) -> None:
+        if self.accepting is not None:
+            self.accepting.cancel()
         for connection in list(self._connections.values()):
-            connection.close("the process group was destroyed")
+            connection.close()
 
     def connected(self, rank: int, connection: Connection) -> None:
         """Use ``connection``, which has been authenticated, for ``rank``."""
         self._connections[rank] = connection
-        self._dead.pop(rank, None)
+        self._dead.discard(rank)
         connection.on_message = lambda message: self._on_message(rank, message)
-        connection.on_close = lambda why: self._on_close(rank, connection, why)
+        connection.on_close = lambda: self._on_close(rank, connection)
+
+    def not_connected(self, error: Exception) -> None:
+        for state in list(self._states.values()):
+            if state.operation is not None:
+                state.operation.report(error)
 
     def _send_all(self, message: GroupMessage) -> None:
-        for connection in list(self._connections.values()):  # a copy: a connection that is found closed is removed
+        for connection in self._connections.values():
             connection.send(message)
 
     def _missing(self, there: Iterable[int]) -> list[int]:
@@ -137,9 +129,7 @@ class Rank0(RankGroup):
             operation.stop()
         for rank in self._dead:
             self._record_failure(state, rank_died(rank, "start"))
-        self._thread.post_at(
-            operation.deadline.at, lambda: self._expire(state)
-        )  # the state drops an operation that has ended
+        self._call_at(operation.deadline.at, self._expire, state)  # the state drops an operation that has ended
 
     def _on_begun(self, state: _State, rank: int, begun: BeginMessage) -> None:
         """Record that ``rank`` has begun the operation. The first ranks wait for the others, and after a while rank 0
@@ -150,11 +140,11 @@ class Rank0(RankGroup):
         # current step have.
         if self._is_waiting(state):
             now = time.monotonic()
-            self._thread.post_at(now + max(0.0, WARN_AFTER_S - begun.waited_s), lambda: self._warn(state))
+            self._call_at(now + max(0.0, WARN_AFTER_S - begun.waited_s), self._warn, state)
             gives_up_at = now + begun.rank_wait_s - begun.waited_s
             if gives_up_at < state.gives_up_at:
                 state.gives_up_at = gives_up_at
-                self._thread.post_at(gives_up_at, lambda: self._fail_missing(state, begun))
+                self._call_at(gives_up_at, self._fail_missing, state, begun)
 
     def _is_waiting(self, state: _State) -> bool:
         return len(state.begun) < self.world and not state.stopping and not state.closed
@@ -182,17 +172,11 @@ class Rank0(RankGroup):
             self._record_failure(state, RankFailure(rank, "start", "DeadlineExceededError", text))
             advice = ""
 
-    def _step(self, operation: Operation, exchange: Exchange) -> None:
+    async def exchange(self, operation: Operation, step: str, part: bytes, decide: Decide) -> bytes:
         state = self._state(operation.number)
-        if state.stopping:
-            for future in (exchange.gathered, exchange.answered):
-                if future is not None and not future.done():
-                    future.set_exception(Stopped())
-            return
-        assert exchange.gathered is not None
-        step = exchange.step
-        state.gathered[step], state.answered[step] = exchange.gathered, exchange.answered
-        self._part(state, 0, step, exchange.part)
+        gathered = state.gathered[step] = asyncio.get_running_loop().create_future()
+        self._part(state, 0, step, part)
+        return self.answer(operation, step, await decide(await operation.wait(gathered)))
 
     def _part(self, state: _State, rank: int, step: str, part: bytes) -> None:
         parts = state.parts.setdefault(step, {})
@@ -203,19 +187,14 @@ class Rank0(RankGroup):
             gathered.set_result([parts[one] for one in range(self.world)])
             del state.parts[step], state.gathered[step]
 
-    def _answer(self, number: int, step: str, answers: Sequence[bytes]) -> None:
-        state = self._state(number)
+    def answer(self, operation: Operation, step: str, answers: Answers) -> bytes:
+        state = self._state(operation.number)
         if state.stopping and not state.irrevocable:
-            return
-        try:
-            for rank, connection in list(
-                self._connections.items()
-            ):  # a copy: a connection that is found closed is removed
-                connection.send(GroupMessage(GroupMessageKind.ANSWER, number, step, answers[rank]))
-        finally:
-            answered = state.answered.pop(step, None)
-            if answered is not None and not answered.done():
-                answered.set_result(answers[0])
+            raise Stopped
+        each = [answers] * self.world if isinstance(answers, bytes) else answers
+        for rank, connection in self._connections.items():
+            connection.send(GroupMessage(GroupMessageKind.ANSWER, state.number, step, each[rank]))
+        return each[0]
 
     def _on_message(self, rank: int, message: GroupMessage) -> None:
         state = self._state(message.op)
@@ -236,11 +215,11 @@ class Rank0(RankGroup):
             state.stopped.add(rank)
             self._record_failed_rank(state, json.loads(message.payload))
 
-    def _on_close(self, rank: int, connection: Connection, why: str) -> None:
+    def _on_close(self, rank: int, connection: Connection) -> None:
         if self._connections.get(rank) is not connection:
             return
         del self._connections[rank]
-        self._dead[rank] = why
+        self._dead.add(rank)
         for state in list(self._states.values()):
             if not state.closed and state.verdict is None:
                 state.stopped.add(rank)
@@ -270,19 +249,18 @@ class Rank0(RankGroup):
         if not missing:
             self._record_failure(state, failure)
 
-    def _release(self, operation: Operation) -> None:
+    def report_stopped(self, operation: Operation) -> None:
         state = self._state(operation.number)
         state.stopped.add(0)
         self._conclude(state)
 
-    def _close(self, operation: Operation) -> None:
+    def close_operation(self, operation: Operation) -> None:
         state = self._state(operation.number)
         state.close()
         self._conclude(state)  # other ranks may have failed since, and wait for the verdict
 
-    def _make_irrevocable(self, state: _State) -> bool:
-        # In the connection thread, where failures are recorded too. So a failure comes before this or after it, and
-        # there is no moment in which the save is both stopped and committed.
+    def make_irrevocable(self, operation: Operation) -> bool:
+        state = self._state(operation.number)
         state.irrevocable = state.irrevocable or not state.stopping
         return state.irrevocable
 
@@ -300,7 +278,7 @@ class Rank0(RankGroup):
                 state.operation.stop()
             # A rank that hangs in a system call does not stop. The others are not kept for longer than this; the
             # verdict goes out without it.
-            self._thread.post_at(time.monotonic() + _STOP_S, lambda: self._conclude(state, late=True))
+            self._call_at(time.monotonic() + _STOP_S, partial(self._conclude, state, late=True))
         self._conclude(state)
 
     def _conclude(self, state: _State, *, late: bool = False) -> None:
@@ -328,7 +306,7 @@ class Rank0(RankGroup):
 
     def _all_start_over(self, state: _State) -> None:
         state.started_over = True
-        operation = state.close()  # first: a connection that is found closed fails the operations that are open
+        operation = state.close()
         self._send_all(GroupMessage(GroupMessageKind.START_OVER, state.number))
         if operation is not None:
             self._start_over(operation)
@@ -340,7 +318,7 @@ class Rank0(RankGroup):
             return
         expires_at = operation.expires_at
         if expires_at > time.monotonic():  # its deadline was extended
-            self._thread.post_at(expires_at, lambda: self._expire(state))
+            self._call_at(expires_at, self._expire, state)
             return
         step, missing = operation.step, self._missing(())
         for waited, parts in state.parts.items():
@@ -364,36 +342,42 @@ class OtherRank(RankGroup):
         super().__init__(rank, world, "")
         self._connection: Connection | None = None
         self._unsent: list[GroupMessage] = []
-        self._lost: str | None = None
+        self._lost = False
         self._operations: dict[int, Operation] = {}
-        self._answered: dict[tuple[int, str], Future[bytes]] = {}
+        self._answered: dict[tuple[int, str], asyncio.Future[bytes]] = {}
         self._begun = 0  # the number of the newest operation
         self._verdicts: dict[int, bytes] = {}  # of operations not begun here yet; rank 0 may have ended by then
-
-    # --- the connection thread ---
+        self.why_not_connected = "rank 0 has not begun anything"
 
     def connected(self, connection: Connection, token: str) -> None:
         """Use ``connection``, and send what was kept for it."""
         self.token = token
         self._connection = connection
         connection.on_message = self._on_message
-        connection.on_close = lambda why: self._on_close(connection, why)
-        for operation in list(self._operations.values()):
+        connection.on_close = self._on_close
+        for operation in self._operations.values():
             self._on_begun(operation)
         unsent, self._unsent = self._unsent, []
         for message in unsent:
             connection.send(message)
 
-    def shut(self) -> None:
+    def close(self) -> None:
         if self._connection is not None:
-            self._connection.close("the process group was destroyed")
+            self._connection.close()
 
-    def not_connected(self, number: int, why: str) -> None:
-        """End the operation ``number``, because rank 0 was not found in its time. Its failure is the one that this rank
-        has reported, if there is one. Rank 0 receives it once connected."""
-        operation = self._operations.get(number)
-        if operation is None:
-            return
+    @property
+    def waiting(self) -> bool:
+        """Whether an operation is in progress."""
+        return bool(self._operations)
+
+    def not_connected(self, error: Exception) -> None:
+        for operation in list(self._operations.values()):
+            self._end_unconnected(operation, f"{type(error).__name__}: {error}")
+
+    def _end_unconnected(self, operation: Operation, why: str) -> None:
+        """End an operation, because rank 0 was not found in its time. Its failure is the one that this rank has
+        reported, if there is one. Rank 0 receives it once connected."""
+        number = operation.number
         # Rank 0 was never reached, so this rank has to end the operation by itself. Its own failure, if there is one,
         # is what it raises; without one it is that of the connection. The report is kept for rank 0, which may connect
         # later.
@@ -407,7 +391,7 @@ class OtherRank(RankGroup):
 
     def _begin(self, operation: Operation) -> None:
         if operation.number < FOLLOWING:
-            self._begun = operation.number
+            self._begun = max(self._begun, operation.number)
         verdict = self._verdicts.pop(operation.number, None)
         if verdict is not None:
             operation.conclude(unpack_all(verdict))
@@ -416,7 +400,7 @@ class OtherRank(RankGroup):
 
     def _join(self, operation: Operation) -> None:
         self._operations[operation.number] = operation
-        if self._lost is not None:
+        if self._lost:
             self._end_alone(operation, rank_died(0, _UNKNOWN))
             return
         self._expire_later(operation)
@@ -424,7 +408,9 @@ class OtherRank(RankGroup):
             self._on_begun(operation)
         else:  # rank 0 is found when it has begun its first operation
             number = operation.number  # a timer that referred to the operation would keep its errors alive
-            self._thread.post_at(operation.began_at + WARN_AFTER_S, lambda: self._warn(number))
+            self._call_at(operation.began_at + WARN_AFTER_S, self._warn, number)
+            _, limit_s = _limit_of(operation)
+            self._call_at(operation.began_at + limit_s, self._expire_unconnected, number)
 
     def _on_begun(self, operation: Operation) -> None:
         self._send(GroupMessage(GroupMessageKind.BEGUN, operation.number, payload=BeginMessage.of(operation).pack()))
@@ -434,35 +420,36 @@ class OtherRank(RankGroup):
         if operation is not None and self._connection is None:
             warn_of_missing(operation, [0])
 
-    def _expire_later(self, operation: Operation) -> None:
-        number = operation.number
-        self._thread.post_at(_verdict_due_at(operation), lambda: self._expire(number))
+    def _expire_unconnected(self, number: int) -> None:
+        operation = self._operations.get(number)
+        if operation is not None and self._connection is None:
+            limit, limit_s = _limit_of(operation)
+            why = f"{self.why_not_connected} (within {limit}={limit_s:g}); {remedy(operation.kind)}"
+            self._end_unconnected(operation, f"SidestreamError: {why}")
 
-    def _step(self, operation: Operation, exchange: Exchange) -> None:
-        if operation.stopping:
-            if not exchange.answered.done():
-                exchange.answered.set_exception(Stopped())
-            return
-        self._answered[operation.number, exchange.step] = exchange.answered
-        self._send(GroupMessage(GroupMessageKind.DATA, operation.number, exchange.step, exchange.part))
+    def _expire_later(self, operation: Operation) -> None:
+        self._call_at(_verdict_due_at(operation), self._expire, operation.number)
+
+    async def exchange(self, operation: Operation, step: str, part: bytes, decide: Decide) -> bytes:
+        answered = self._answered[operation.number, step] = asyncio.get_running_loop().create_future()
+        self._send(GroupMessage(GroupMessageKind.DATA, operation.number, step, part))
+        return await operation.wait(answered, final=True)
 
     def _send(self, message: GroupMessage) -> None:
         if self._connection is not None:
             self._connection.send(message)
-        elif self._lost is None:
+        elif not self._lost:
             self._unsent.append(message)
 
     def _fail(self, operation: Operation, packed: dict[str, Any], undone: bool) -> None:
         self._send(GroupMessage(GroupMessageKind.FAILED, operation.number, payload=json.dumps(packed).encode()))
 
-    def _release(self, operation: Operation) -> None:
+    def report_stopped(self, operation: Operation) -> None:
         self._send(GroupMessage(GroupMessageKind.STOPPED, operation.number))
 
-    def _close(self, operation: Operation) -> None:
-        if (
-            operation.number in self._operations and operation.stopping
-        ):  # it has succeeded here, and rank 0 waits for this rank
-            self._release(operation)
+    def close_operation(self, operation: Operation) -> None:
+        if operation.number in self._operations and operation.stopping:
+            self.report_stopped(operation)  # it has succeeded here, and rank 0 waits for this rank
         self._forget(operation)
 
     def _forget(self, operation: Operation) -> None:
@@ -496,10 +483,8 @@ class OtherRank(RankGroup):
             self._forget(operation)
             self._start_over(operation)
 
-    def _on_close(self, connection: Connection, why: str) -> None:
-        if self._connection is not connection:
-            return
-        self._lost, self._connection = why, None
+    def _on_close(self) -> None:
+        self._lost, self._connection = True, None
         for operation in list(self._operations.values()):
             self._end_alone(operation, rank_died(0, _UNKNOWN))
 
@@ -524,3 +509,11 @@ def _verdict_due_at(operation: Operation) -> float:
     """Return when a rank above 0 stops waiting for the verdict. A rank that has received the signal to stop knows that
     rank 0 is alive, and waits for the ranks that have not stopped."""
     return operation.expires_at + _LATER_S + (_STOP_S if operation.stopping else 0.0)
+
+
+def _limit_of(operation: Operation) -> tuple[str, float]:
+    """Return how long an operation waits for the connection to rank 0, in seconds, after the name of the limit."""
+    timeout_s = operation.deadline.timeout_s
+    if operation.rank_wait_s < timeout_s:
+        return "rank_wait_s", operation.rank_wait_s
+    return "timeout_s", timeout_s

@@ -323,10 +323,9 @@ class Threads(Executor):
                 raise ClosedError("these threads take no more work: their owner was closed")
             # A thread that is idle now takes this work. It is counted out here and not by the thread itself, because
             # the thread may wake up late, and a second submit would count on it as well.
-            if self._idle.threads:
-                self._idle.threads -= 1
-            elif self._count < self._size:
+            if self._idle.threads <= 0 and self._count < self._size:
                 self._start_thread()
+            self._idle.threads -= 1
             self._work.put(_WorkItem(work, self._on_dropped()))  # last: after an interrupt no work waits for a thread
         return future
 
@@ -346,6 +345,7 @@ class Threads(Executor):
         finally:
             if thread.ident is not None:  # it runs, also if an interrupt ended the wait for it
                 self._count += 1
+                self._idle.threads += 1
                 self._started = [one for one in self._started if one.is_alive()] + [thread]
 
     async def run(
@@ -575,8 +575,8 @@ class _WorkItem:
 
 @dataclass(slots=True)
 class _Idle:
-    """The number of threads of a pool that wait for work that has not been submitted yet. Read and changed with the
-    lock of the pool."""
+    """The number of threads of a pool that wait, less the work that waits for a thread. Read and changed with the lock
+    of the pool."""
 
     threads: int = 0
 
@@ -620,11 +620,11 @@ def _serve(
             item.work = None
             item.dropped()
             del item  # an idle thread keeps nothing alive
-            with lock:  # a thread that takes work that has waited for it is not idle in between
+            with lock:  # work that it takes may have been meant for a thread that waits, which stays idle
+                idle.threads += 1
                 try:
                     item = work.get_nowait()
                 except queue.Empty:
-                    idle.threads += 1
                     break
         else:
             work.put(None)  # for the next thread

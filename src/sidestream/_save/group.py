@@ -117,7 +117,7 @@ class Group:
         await save.check_shared({name: nbytes for receipt in receipts for name, nbytes in receipt.files.items()})
         files = await threads.run(layout.files, receipts)
         await self.before_commit()
-        if not await operation.make_irrevocable():
+        if not operation.make_irrevocable():
             raise Stopped
         times = [seconds for _, seconds in received]
         try:

@@ -1,8 +1,8 @@
 """The layouts of files that sidestream plans, for one process and for the ranks of a group, which plan them together.
 
 In the steady state the ranks only send digests of their plans to rank 0, which confirms them. The planning runs in the
-threads of the stagers, which wait for each other. It needs no event loop, so code on the loop may block at a fence
-meanwhile.
+threads of the stagers, which wait for each other. It does not need the caller's event loop, so code there may block at
+a fence meanwhile.
 """
 
 from __future__ import annotations

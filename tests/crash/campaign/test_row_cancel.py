@@ -14,10 +14,10 @@ from _cancelling import OPERATIONS, WAYS, Bench, cancelled, error_of, made, swee
 from _operations import Intercept, Operation
 from _rows import Row
 
-FEWEST_CANCELLED = {"save": 4, "async_save": 5}
-"""Of other operations six trials at least end with a cancel. A save suspends six times, and one that is awaited twice
-seven times. A thread that ends before the loop looks spares a suspension, and a cancel at the last one may come too
-late."""
+FEWEST_CANCELLED = {"save": 2, "async_save": 3}
+"""Of other operations six trials at least end with a cancel. A save suspends four times or five: its thread does the
+rest, and ``test_cancelled_while_a_thread_is_in_every_system_call`` has those points. A thread that ends before the loop
+looks spares a suspension, and a cancel at the last one may come too late."""
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ async def test_interrupted_at_every_await(name: str, way: str, bench: Bench, row
     counts = row("cancelled at every await", f"{name}, {way}")
     results, violations = await sweep(bench, OPERATIONS[name], WAYS[way], lambda at: {at})
     told(counts, results, violations)
-    counts.end(at_least=6)
+    counts.end(at_least=4 if name in FEWEST_CANCELLED else 6)
     # anyio's scopes do not reach into a hop, and this one is nothing but hops: the cancel comes with the next await.
     fewest = 0 if (name, way) == ("open and metadata", "anyio scope") else FEWEST_CANCELLED.get(name, 6)
     assert results["CancelledError"] >= fewest, results
@@ -48,7 +48,7 @@ async def test_cancelled_twice_or_thrice(name: str, bench: Bench, row: Callable[
     counts = row("cancelled at every await", f"{name}, again and again")
     results, violations = await sweep(bench, OPERATIONS[name], cancelled, lambda at: {at, at + 1, at + 3})
     told(counts, results, violations)
-    counts.end(at_least=6)
+    counts.end(at_least=4 if name in FEWEST_CANCELLED else 6)
     assert results["CancelledError"] >= FEWEST_CANCELLED.get(name, 6), results
 
 
