@@ -116,6 +116,7 @@ async def test_it_comes_after_what_the_caller_has_enqueued(tmp_path: Path) -> No
     state = small_and_large()
     await sidestream.save(state, tmp_path / "a")
     target = on_devices(state)
+    torch.cuda.synchronize(1)
     side = torch.cuda.Stream(1)
     with torch.cuda.stream(side), cudasim.held(side):
         for name in ("small7", "large1", "large3"):

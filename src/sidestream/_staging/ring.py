@@ -99,7 +99,8 @@ class _Ring:
 
     def drop(self, unless_used_since: int | None = None) -> None:
         with self._lock:
-            if unless_used_since in (None, self.uses) and len(self._free) == len(self._slots):
+            # A slot that a load uses, or that the error of a load refers to, goes with the last reference to it.
+            if unless_used_since in (None, self.uses):
                 self._free.clear()
                 self._slots = weakref.WeakSet()
 
@@ -128,7 +129,7 @@ def drop_when_idle() -> None:
 
 
 def drop_ring() -> None:
-    """Unmap the memory of the ring, unless a load uses it."""
+    """Unmap the memory of the ring, as far as no load uses it."""
     _ring.drop()
 
 
