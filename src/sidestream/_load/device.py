@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from .._format.records import TensorEntry, row_major_strides
 from .._layout.ranges import Box
 from .._runtime.torch_probes import copy_all, copyable, dtype_from_name, lazy_bits
-from .._staging.ring import Slot, take_slot
+from .._staging.ring import Slot
 from .._staging.streams import Streams
 from ..errors import SidestreamError
 from .ranges import Range, Scatter
@@ -58,10 +57,8 @@ class DeviceCopies:
 
     def slot(self, batch: DeviceBatch) -> tuple[Slot, list[int]]:
         """Return memory for the ranges of a batch, and where each of them begins. The small ones lie side by side."""
-        driver, device, _ = self._side(batch.device)
         order = sorted(range(len(batch.ranges)), key=lambda number: batch.ranges[number].nbytes >= _LARGE_BYTES)
-        with self._own.of(device).failing():
-            slot, ordered = take_slot([batch.ranges[number].nbytes for number in order], driver, device)
+        slot, ordered = self._own.of(batch.device).slot([batch.ranges[number].nbytes for number in order])
         starts = [0] * len(order)
         for number, start in zip(order, ordered, strict=True):
             starts[number] = start
@@ -69,15 +66,14 @@ class DeviceCopies:
 
     def copy(self, device: Hashable, slot: Slot, arrivals: Sequence[Arrival]) -> None:
         """Enqueue the copies of ``arrivals``, which are verified, and give the slot back."""
-        driver, where, stream = self._side(device)
-        with self._own.of(where).current(arrivals[0].one.fqn):
+        own = self._own.of(device)
+        with own.current(arrivals[0].one.fqn):
             small = [arrival for arrival in arrivals if arrival.one.nbytes < _LARGE_BYTES]
             _copy_small(slot.bytes, small)
             for arrival in arrivals:
                 if arrival.one.nbytes >= _LARGE_BYTES:
                     _copy_one(slot.bytes, arrival)
-            copied = driver.record(stream)
-        slot.give_back(driver, where, copied)
+            own.give_back(slot)
 
     def finish(self) -> None:
         """Wait until all copies have ended, and order the streams of the caller after them."""
@@ -88,10 +84,6 @@ class DeviceCopies:
         """Wait until all copies have ended, after a failure: the memory of their targets may be used again."""
         with suppress(SidestreamError, torch.AcceleratorError):
             self.finish()
-
-    def _side(self, device: Hashable) -> tuple[Any, Hashable, Any]:
-        (side,) = self._own.of(device).sides
-        return side
 
 
 def _copy_small(slot: torch.Tensor, small: Sequence[Arrival]) -> None:

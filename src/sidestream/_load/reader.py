@@ -16,11 +16,10 @@ from .._format.checksum import crc32, unpack_crcs
 from .._format.records import BLOCK_BYTES, Chunk, TensorEntry
 from .._layout.ranges import Box, DirectReads, Payload
 from .._runtime.caller import run_by_caller
+from .._runtime.gil import move_small
 from .._runtime.tasks import in_parallel, run_shielded
 from .._runtime.threads import Stop, chunked, clear_gradually, collected, holding_gil, io_threads, paced, pause_point
 from .._runtime.torch_probes import dtype_from_name, lazy_bits
-from .._staging import move_small
-from .._staging.ring import drop_when_idle
 from .._staging.streams import Streams
 from .._storage import Batches, Memory, RangeSource, ReadRange, Reads, Scratch
 from ..options import Progress, Verify
@@ -173,7 +172,7 @@ class Reader:
             raise
         finally:
             if self._copies is not None:
-                drop_when_idle()
+                self.streams.drop_slots_later()
 
     def _finish(self, planned: list[_Batch], targets: dict[str, Wanted], wanted: list[Wanted]) -> None:
         if self._copies is not None:

@@ -19,7 +19,7 @@ from ..errors import ArenaExhaustedError, DeviceError, allocating
 from .arena import MappedMemory
 from .driver import TorchDriver
 
-__all__ = ["Slot", "drop_ring", "drop_when_idle", "take_slot"]
+__all__ = ["Slot", "drop_later", "drop_ring", "take_slot"]
 
 _SLOTS = 8
 _KEEP_S = 60.0
@@ -28,7 +28,7 @@ _ALIGN_BYTES = 64  # suits every dtype
 
 
 class Slot:
-    """Memory for bytes on their way to a device."""
+    """Host memory from which the bytes that were read are copied to a device."""
 
     def __init__(self, nbytes: int) -> None:
         with allocating("memory to read into"):
@@ -97,12 +97,11 @@ class _Ring:
             if slot in self._slots:  # and not of a ring that was dropped
                 self._free.append(slot)
 
-    def drop(self, unless_used_since: int | None = None) -> None:
+    def drop(self) -> None:
         with self._lock:
             # A slot that a load uses, or that the error of a load refers to, goes with the last reference to it.
-            if unless_used_since in (None, self.uses):
-                self._free.clear()
-                self._slots = weakref.WeakSet()
+            self._free.clear()
+            self._slots = weakref.WeakSet()
 
 
 _ring = _Ring()
@@ -122,10 +121,15 @@ def take_slot(sizes: Sequence[int], driver: TorchDriver, device: Hashable) -> tu
     return slot, starts
 
 
-def drop_when_idle() -> None:
-    """Unmap the memory of the ring if no load uses it for a while. Called on the loop of operations, when a load has
-    ended."""
-    asyncio.get_running_loop().call_later(_KEEP_S, _ring.drop, _ring.uses)
+def drop_later() -> None:
+    """Unmap the memory of the ring if no load uses it for a minute from now on. Called on the loop of operations, when
+    a load has ended."""
+    asyncio.get_running_loop().call_later(_KEEP_S, _drop_unless_used, _ring.uses)
+
+
+def _drop_unless_used(since: int) -> None:
+    if _ring.uses == since:
+        _ring.drop()
 
 
 def drop_ring() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from .._runtime.threads import doing, io_threads
 from ..errors import DeviceError, GraphCaptureError, InvalidOptionError
 from .device import translated
 from .driver import TorchDriver, driver_for
+from .ring import Slot, drop_later, take_slot
 
 __all__ = ["Streams", "current_streams", "streams_of"]
 
@@ -47,9 +48,21 @@ class Streams:
                 stack.enter_context(driver.using(stream))
             yield
 
-    def failing(self) -> AbstractContextManager[None]:
-        """Return a context that converts errors of these devices."""
-        return _failing("", self.devices)
+    def slot(self, sizes: Sequence[int]) -> tuple[Slot, list[int]]:
+        """Return host memory for pieces of ``sizes`` that are copied to the only device, and where each of them
+        begins."""
+        ((driver, device, _),) = self.sides
+        with _failing("", self.devices):
+            return take_slot(sizes, driver, device)
+
+    def drop_slots_later(self) -> None:
+        """Unmap the slots if no load uses them for a minute. Called on the loop of operations."""
+        drop_later()
+
+    def give_back(self, slot: Slot) -> None:
+        """Give a slot back, from which all copies have been enqueued on the only stream."""
+        ((driver, device, stream),) = self.sides
+        slot.give_back(driver, device, driver.record(stream))
 
     def of(self, device: Hashable) -> Streams:
         """Return the one of these streams that is on ``device``."""
