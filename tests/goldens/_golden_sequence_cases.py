@@ -69,8 +69,6 @@ def _stock_save(root: Path, **options: Any) -> None:
 
 async def _cancelled(root: Path, **options: Any) -> Any:
     """The supervisor sends ``SIGUSR1`` at some call, and waits until the save has been told."""
-    pending = sidestream.async_save(small(), root / "c", **options)
-
     loop = asyncio.get_running_loop()
 
     def told(turns: int = 50) -> None:
@@ -83,7 +81,8 @@ async def _cancelled(root: Path, **options: Any) -> Any:
         pending.cancel()
         told()
 
-    loop.add_signal_handler(signal.SIGUSR1, cancel)
+    loop.add_signal_handler(signal.SIGUSR1, cancel)  # before the save, whose threads do not wait for this loop
+    pending = sidestream.async_save(small(), root / "c", **options)
     await pending.ended()
     return [pending.outcome, sorted(path.name for path in root.iterdir())]
 

@@ -80,12 +80,12 @@ class OperationLoop:
 
     def start(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         """Run ``work``, which must not raise, in a task, soon. The end of the program waits for it."""
+        if self.is_here():
+            self._start(work, name)
+            return
         # A thread of a pool calls the loop. Waking up the loop is a system call, in which this thread would lose the
         # GIL: to the loop, or for 5 ms to a thread that computes. Not a thread of ``io_threads``, which all may hang.
         start = partial(self._start, work, name)
-        if self.is_here():
-            start()
-            return
         post = partial(self._loop.call_soon_threadsafe, start, context=contextvars.copy_context())
         try:
             posting = write_threads().submit(post)

@@ -20,7 +20,6 @@ from .._layout.values import Allowed, decode_value
 from .._runtime.threads import Stop, clear_gradually, current_deadline, io_threads, paced, pause_point, read_threads
 from .._storage import Batches, RangeSource, ReadRange, Reads, Scratch
 from ..errors import (
-    ClosedError,
     CorruptCheckpointError,
     SidestreamError,
     UnsafeObjectError,
@@ -568,12 +567,7 @@ class SourceFile(Seekable):
 
     def _read(self, into: memoryview) -> None:
         one = ReadRange(self._start + self._position, into)
-        read = self._source.read(self._file, [one])
-        try:
-            future = asyncio.run_coroutine_threadsafe(read, self._loop)
-        except RuntimeError as error:
-            read.close()
-            raise ClosedError(f"the event loop was closed while {self._name} was read") from error
+        future = asyncio.run_coroutine_threadsafe(self._source.read(self._file, [one]), self._loop)
         try:
             future.result(current_deadline().remaining_s() + _LOOP_GRACE_S)
         except FileNotFoundError as error:

@@ -351,9 +351,9 @@ class RankGroup(ABC):
     def close(self) -> None:
         """Close every connection."""
 
-    def _call_at(self, when: float, callback: Callable[..., None], *args: object) -> None:
+    def _call_at(self, when: float, callback: Callable[..., None], *args: object) -> asyncio.TimerHandle:
         # In a context of its own: the timer would keep the variables of the caller, and what they refer to.
-        asyncio.get_running_loop().call_at(when, callback, *args, context=Context())
+        return asyncio.get_running_loop().call_at(when, callback, *args, context=Context())
 
     def _start_over(self, operation: Operation) -> None:
         packed = operation.start_over()

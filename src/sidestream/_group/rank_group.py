@@ -55,10 +55,14 @@ class _State:
     started_over: bool = False
     """Whether it continues as an operation with another number."""
     closed: bool = False
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
     def close(self) -> Operation | None:
         """Take the operation out, and drop the parts, because the state itself is kept for longer."""
         operation, self.operation, self.closed = self.operation, None, True
+        for timer in self.timers:
+            timer.cancel()
+        self.timers.clear()
         self.parts.clear()
         self.gathered.clear()
         return operation
@@ -129,7 +133,7 @@ class Rank0(RankGroup):
             operation.stop()
         for rank in self._dead:
             self._record_failure(state, rank_died(rank, "start"))
-        self._call_at(operation.deadline.at, self._expire, state)  # the state drops an operation that has ended
+        state.timers.append(self._call_at(operation.deadline.at, self._expire, state))
 
     def _on_begun(self, state: _State, rank: int, begun: BeginMessage) -> None:
         """Record that ``rank`` has begun the operation. The first ranks wait for the others, and after a while rank 0
@@ -140,11 +144,11 @@ class Rank0(RankGroup):
         # current step have.
         if self._is_waiting(state):
             now = time.monotonic()
-            self._call_at(now + max(0.0, WARN_AFTER_S - begun.waited_s), self._warn, state)
+            state.timers.append(self._call_at(now + max(0.0, WARN_AFTER_S - begun.waited_s), self._warn, state))
             gives_up_at = now + begun.rank_wait_s - begun.waited_s
             if gives_up_at < state.gives_up_at:
                 state.gives_up_at = gives_up_at
-                self._call_at(gives_up_at, self._fail_missing, state, begun)
+                state.timers.append(self._call_at(gives_up_at, self._fail_missing, state, begun))
 
     def _is_waiting(self, state: _State) -> bool:
         return len(state.begun) < self.world and not state.stopping and not state.closed
@@ -314,11 +318,11 @@ class Rank0(RankGroup):
     def _expire(self, state: _State) -> None:
         """Fail the ranks that rank 0 still waits for at its deadline."""
         operation = state.operation
-        if operation is None or state.closed or state.irrevocable or state.stopping:
+        if operation is None or state.irrevocable or state.stopping:
             return
         expires_at = operation.expires_at
         if expires_at > time.monotonic():  # its deadline was extended
-            self._call_at(expires_at, self._expire, state)
+            state.timers.append(self._call_at(expires_at, self._expire, state))
             return
         step, missing = operation.step, self._missing(())
         for waited, parts in state.parts.items():
@@ -344,6 +348,7 @@ class OtherRank(RankGroup):
         self._unsent: list[GroupMessage] = []
         self._lost = False
         self._operations: dict[int, Operation] = {}
+        self._timers: dict[int, list[asyncio.TimerHandle]] = {}
         self._answered: dict[tuple[int, str], asyncio.Future[bytes]] = {}
         self._begun = 0  # the number of the newest operation
         self._verdicts: dict[int, bytes] = {}  # of operations not begun here yet; rank 0 may have ended by then
@@ -400,6 +405,7 @@ class OtherRank(RankGroup):
 
     def _join(self, operation: Operation) -> None:
         self._operations[operation.number] = operation
+        timers = self._timers[operation.number] = []
         if self._lost:
             self._end_alone(operation, rank_died(0, _UNKNOWN))
             return
@@ -407,28 +413,26 @@ class OtherRank(RankGroup):
         if self._connection is not None:
             self._on_begun(operation)
         else:  # rank 0 is found when it has begun its first operation
-            number = operation.number  # a timer that referred to the operation would keep its errors alive
-            self._call_at(operation.began_at + WARN_AFTER_S, self._warn, number)
             _, limit_s = _limit_of(operation)
-            self._call_at(operation.began_at + limit_s, self._expire_unconnected, number)
+            timers.append(self._call_at(operation.began_at + WARN_AFTER_S, self._warn, operation))
+            timers.append(self._call_at(operation.began_at + limit_s, self._expire_unconnected, operation))
 
     def _on_begun(self, operation: Operation) -> None:
         self._send(GroupMessage(GroupMessageKind.BEGUN, operation.number, payload=BeginMessage.of(operation).pack()))
 
-    def _warn(self, number: int) -> None:
-        operation = self._operations.get(number)
-        if operation is not None and self._connection is None:
+    def _warn(self, operation: Operation) -> None:
+        if self._connection is None:
             warn_of_missing(operation, [0])
 
-    def _expire_unconnected(self, number: int) -> None:
-        operation = self._operations.get(number)
-        if operation is not None and self._connection is None:
+    def _expire_unconnected(self, operation: Operation) -> None:
+        if self._connection is None:
             limit, limit_s = _limit_of(operation)
             why = f"{self.why_not_connected} (within {limit}={limit_s:g}); {remedy(operation.kind)}"
             self._end_unconnected(operation, f"SidestreamError: {why}")
 
     def _expire_later(self, operation: Operation) -> None:
-        self._call_at(_verdict_due_at(operation), self._expire, operation.number)
+        timer = self._call_at(_verdict_due_at(operation), self._expire, operation)
+        self._timers[operation.number].append(timer)
 
     async def exchange(self, operation: Operation, step: str, part: bytes, decide: Decide) -> bytes:
         answered = self._answered[operation.number, step] = asyncio.get_running_loop().create_future()
@@ -454,6 +458,8 @@ class OtherRank(RankGroup):
 
     def _forget(self, operation: Operation) -> None:
         self._operations.pop(operation.number, None)
+        for timer in self._timers.pop(operation.number, ()):
+            timer.cancel()
         for key in [key for key in self._answered if key[0] == operation.number]:
             del self._answered[key]
 
@@ -488,11 +494,8 @@ class OtherRank(RankGroup):
         for operation in list(self._operations.values()):
             self._end_alone(operation, rank_died(0, _UNKNOWN))
 
-    def _expire(self, number: int) -> None:
+    def _expire(self, operation: Operation) -> None:
         """End an operation whose verdict has not come in time."""
-        operation = self._operations.get(number)
-        if operation is None:
-            return
         if _verdict_due_at(operation) > time.monotonic():  # its deadline was extended
             self._expire_later(operation)
             return

@@ -81,9 +81,8 @@ class LiveWriter:
         if not save.reads_files:
             self._files_read.set_result(None)
         self._stop = Stop()
-        self._written = self._launched = self._withdrawn = (
-            False  # withdrawn: the caller was interrupted and will not await this save
-        )
+        self._written = self._launched = False
+        self._withdrawn = False  # the caller was interrupted and will not await this save
         self._done: Future[Any] | None = None
         # Before the launch: starting a thread releases the GIL, and the stager's thread would then keep it for a while.
         launch = _Launch()
