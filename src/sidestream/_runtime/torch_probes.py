@@ -26,7 +26,6 @@ __all__ = [
     "cuda_library",
     "dtype_from_name",
     "dtype_name",
-    "empty_kernel",
     "extent_bytes",
     "group_store",
     "guard_of",
@@ -75,11 +74,6 @@ def cuda_library() -> ctypes.CDLL | None:
     except AttributeError:
         return None
     return library
-
-
-def empty_kernel() -> None:
-    """Launch a kernel that does nothing and needs no memory on CUDA's current stream."""
-    torch.cuda._sleep(0)  # type: ignore[no-untyped-call]
 
 
 # Aliases (torch.float, torch.half ...) map to the same object: the spelling of repr() is the canonical one.

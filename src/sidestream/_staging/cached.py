@@ -80,12 +80,13 @@ _cache = _Cache()
 def set_cache_bytes(cache_bytes: int) -> None:
     """Set how much host memory saves without ``stager=`` may keep between them, all of them together.
 
-    Memory that is used again makes a save faster: it has been mapped and touched before. The default is 1 GiB, or an
-    eighth of the machine's memory if that is less; 0 keeps nothing. A save that needs more maps it for itself, and
-    unmaps it when it has ended. What no save has used for ten minutes is unmapped. A forked child begins with nothing.
+    Memory that is used again makes a save faster: it has been mapped, touched and registered with the device. The
+    default is 1 GiB, or an eighth of the machine's memory if that is less; 0 keeps nothing. A save that needs more maps
+    it for itself, and unmaps it when it has ended. What no save has used for ten minutes is unmapped. A forked child
+    begins with nothing.
 
-    It concerns ``save`` and ``async_save`` of ``sidestream`` and of ``sidestream.blocking``, for states in host memory.
-    A ``Checkpointer`` and an ``AsyncStager`` have memory of their own, within ``budget_bytes``.
+    It concerns ``save`` and ``async_save`` of ``sidestream`` and of ``sidestream.blocking``. A ``Checkpointer`` and an
+    ``AsyncStager`` have memory of their own, within ``budget_bytes``.
 
     Args:
         cache_bytes: The bound, in bytes. Memory that exceeds it is unmapped soon.
@@ -109,10 +110,8 @@ def borrow(budget_bytes: int | None, *, shared: bool, timeout_s: float) -> Async
 
 def give_back(stager: AsyncStager, budget_bytes: int | None, *, shared: bool) -> bool:
     """Keep a stager that ``borrow`` has returned, and that has no stage in flight, for the next save. Returns False if
-    the caller has to close it: there is no room for it, or it has staged from a device."""
-    # Not after a device: memory that is registered is not unmapped in idle time (``trim_idle``), so the cache would
-    # keep more than its bound.
-    return not stager.has_device and _cache.put((budget_bytes, shared), stager)
+    the caller has to close it, because there is no room for it."""
+    return _cache.put((budget_bytes, shared), stager)
 
 
 @atexit.register

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -39,12 +40,9 @@ class Slot:
 
     def pin(self, driver: TorchDriver, device: Hashable) -> None:
         """Register the memory. Where the system cannot, it stays as it is, and copies from it block their thread."""
-        if driver.pinner is None or self._memory.pinned:
-            return
-        try:
-            self._memory.pin(driver.pinner, device)
-        except (ArenaExhaustedError, DeviceError):
-            return
+        if driver.pinner is not None:
+            with suppress(ArenaExhaustedError, DeviceError):
+                self._memory.register(driver.pinner, device, 0)
 
     def views(self, starts: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
         view = memoryview(self._memory)

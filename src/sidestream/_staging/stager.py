@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import islice, takewhile
 from operator import attrgetter
@@ -38,7 +38,7 @@ from ..errors import (
 from ..options import WhenFull, check_choice, check_count, check_timeout
 from .arena import PAGE_BYTES, Allocation, Arena, ArenaStatistics, Backing, MappedMemory, whole_pages
 from .captured import Captured, capture
-from .device import DeviceEngine, StageMode, failing
+from .device import DeviceEngine, StageMode
 from .drain import Drain
 from .driver import driver_for
 from .future import Copied, StagingFuture, raise_first
@@ -294,11 +294,6 @@ class AsyncStager:
         return self._prewarm(nbytes, tensors)
 
     @property
-    def has_device(self) -> bool:
-        """True if a tensor was staged from a device."""
-        return self._device is not None
-
-    @property
     def wanted_bytes(self) -> int:
         """The memory that the stager has, or will have when it has grown to the size of the state that it saves, in
         bytes."""
@@ -319,6 +314,8 @@ class AsyncStager:
         self._threads.submit(self._arena.close)
         self._threads.close()
         self._host.close()
+        if self._device is not None:
+            self._device.close()
 
     def shared_memory(self) -> list[MappedMemory]:
         """Return all of its memory that exists now and that another process can be handed."""
@@ -633,7 +630,6 @@ class AsyncStager:
         if staging.device is not None and self._device is not None:
             device = next(iter(staging.device.sides), None)
             if device is not None:
-                # Before the first lease: from here on every segment is registered when it is mapped.
                 self._device.pin(self._arena, device, staging.device.names)
         self._lease_scratch(staging, [layout.nbytes for layout in plan.images])
         left: deque[_Image] = deque(zip(plan.images, staging.images, strict=True))
@@ -718,20 +714,18 @@ class AsyncStager:
     def _lease(self, staging: Staging[Any], nbytes: int, coming: Callable[[], Iterable[int]]) -> Allocation:
         # The free memory may be fragmented. With "skip" and "fail" a stage does not wait for its first image either.
         refuse = self._when_full in ("skip", "fail") and not staging.committed
-        device = staging.device
         # Read by ``wait_until_read`` in another thread: a fence that ends at its deadline says whether the stage had
         # found no memory, or was only slow.
         staging.waiting = True
         try:
-            with nullcontext() if device is None else failing("while registering host memory", device.names):
-                lease = self._arena.lease(
-                    nbytes,
-                    deadline=staging.deadline,
-                    stop=staging.stop,
-                    coming=coming,
-                    at_once=refuse,
-                    drain=staging.drain,
-                )
+            lease = self._arena.lease(
+                nbytes,
+                deadline=staging.deadline,
+                stop=staging.stop,
+                coming=coming,
+                at_once=refuse,
+                drain=staging.drain,
+            )
         except ArenaExhaustedError as error:
             if refuse:
                 raise self._full(nbytes) from error
@@ -746,10 +740,8 @@ class AsyncStager:
         engine, lease = self._device, image.lease()
         host: Sequence[Copy] = layout.copies
         if staging.device is not None and engine is not None:
-            where = engine.driver.device_of
-            host = [copy for copy in layout.copies if where(copy.source) is None]
-            mine = [copy for copy in layout.copies if where(copy.source) is not None]
-            for part in engine.issue(staging.device, mine, lease, pace=staging.pace, stop=staging.stop):
+            parts, host = engine.issue(staging.device, layout.copies, lease, pace=staging.pace, stop=staging.stop)
+            for part in parts:
                 engine.watch(part, staging.stop, staging.part(image))
         advance = image.advance if len(host) == len(layout.copies) else _ignore
         self._host.fill(host, lease.address, advance=advance, pace=staging.pace, stop=staging.stop)
@@ -770,7 +762,10 @@ class AsyncStager:
                 assert self._device is not None
                 self._device.pin(self._arena, self._device.driver.device_of(tensor))
             if nbytes:
-                self._arena.lease(nbytes, deadline=deadline, stop=Stop()).release()
+                lease, ready = self._arena.lease(nbytes, deadline=deadline, stop=Stop()), 0
+                while ready < nbytes:
+                    ready = lease.register(ready)
+                lease.release()
         except BaseException as error:
             warmed.set_exception(clean(error, "the stager's thread"))
         else:

@@ -7,7 +7,6 @@ those of the caller.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -69,13 +68,13 @@ class Streams:
         return Streams([side for side in self.sides if side[1] == device])
 
     def apart(self) -> Streams:
-        """Return streams of the process on the same devices, for work that comes after what is enqueued on these so
-        far."""
+        """Return the side streams of the process on the same devices, for work that comes after what is enqueued on
+        these so far."""
         with _failing("", self.devices):
             sides = []
             for driver, device, stream in self.sides:
                 driver.enter(device)
-                own = _own_stream(driver, device)
+                own = driver.side_stream(device)
                 driver.wait(own, driver.record(stream))
                 sides.append((driver, device, own))
             return Streams(sides)
@@ -99,18 +98,6 @@ class Streams:
 
     def _names(self) -> str:
         return ", ".join(map(str, self.devices))
-
-
-_own_streams: dict[Hashable, Any] = {}
-_own_lock = threading.Lock()
-
-
-def _own_stream(driver: TorchDriver, device: Hashable) -> Any:
-    """Return the stream on which all loads of the process copy to ``device``."""
-    with _own_lock:
-        if device not in _own_streams:
-            _own_streams[device] = driver.side_stream(device)
-        return _own_streams[device]
 
 
 async def streams_of(devices: Collection[torch.device]) -> Streams:
