@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import math
 import random
 import threading
@@ -26,11 +25,10 @@ from typing import Any
 
 import cudasim
 import torch
+from leases import nothing_kept
 
 import sidestream
 from sidestream._format.records import DTYPES
-from sidestream._runtime.memory_maps import wait_unmapped
-from sidestream._runtime.threads import Deadline
 from sidestream._staging import AsyncStager
 from sidestream._staging import stager as stager_module
 from sidestream._staging.device import DeviceEngine
@@ -250,10 +248,9 @@ class Baseline:
 
     @classmethod
     def now(cls) -> Baseline:
-        gc.collect()
         for device in range(torch.cuda.device_count()):
             torch.cuda.synchronize(device)
-        if not wait_unmapped(Deadline.after(TIMEOUT_S)):
+        if not nothing_kept():
             raise Wrong("memory was not unregistered in time")
         state = cudasim.state()
         allocated = tuple(torch.cuda.memory_allocated(device) for device in range(torch.cuda.device_count()))

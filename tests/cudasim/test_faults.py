@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from leases import nothing_kept
 
 import sidestream
 from sidestream._runtime.memory_maps import wait_unmapped
@@ -48,9 +49,8 @@ def synchronize() -> None:
 
 def left() -> tuple[str, str, tuple[int, ...]]:
     """Registrations, contexts and device memory, once everything that is on its way back has come back."""
-    gc.collect()
     synchronize()
-    assert wait_unmapped(Deadline.after(BOUND_S))
+    assert nothing_kept()
     state = cudasim.state()
     return state["registrations"], state["contexts"], tuple(map(torch.cuda.memory_allocated, DEVICES))
 
@@ -406,6 +406,7 @@ def test_a_capture_beside_every_call(mode: StageMode, tmp_path: Path) -> None:
                 broken[name] = failed
         assert broken == {}
         assert bool((target["large"] == 1).all())
+        assert nothing_kept()
         assert cudasim.state()["registrations"] == "0"
 
     asyncio.run(run())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from leases import nothing_kept
 
 import sidestream
 from sidestream import errors
-from sidestream._runtime.memory_maps import wait_unmapped
-from sidestream._runtime.threads import Deadline
 from sidestream._staging import ring
-from sidestream._staging.ring import drop_ring
 
 cudasim: Any = pytest.importorskip("cudasim", reason="needs the simulated CUDA runtime")
 if not getattr(cudasim, "active", bool)():  # without it the name may stand for this folder
@@ -34,11 +31,9 @@ def nothing_left() -> Iterator[None]:
     torch.manual_seed(SEED)
     yield
     cudasim.hold_sides(False)
-    drop_ring()
-    gc.collect()
     torch.cuda.synchronize(0)
     torch.cuda.synchronize(1)
-    assert wait_unmapped(Deadline.after(BOUND_S))
+    assert nothing_kept()
     state = cudasim.state()
     assert (state["registrations"], state["violations"], state["queued"]) == ("0", "0", "0")
 
@@ -194,4 +189,4 @@ async def test_a_device_that_fails(tmp_path: Path) -> None:
             await sidestream.load(target, tmp_path / "a", options=OPTIONS)
     finally:
         cudasim.heal()
-    drop_ring()
+    nothing_kept()
