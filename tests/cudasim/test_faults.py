@@ -176,10 +176,11 @@ def test_a_full_device(mode: StageMode) -> None:
                     assert bool((copies["t"] == 5).all())
                     copies.release()
                     del copies
-                with pytest.raises(
-                    ArenaExhaustedError, match=r"copies of tensors that must not wait: free device memory$"
-                ):
-                    await stager.stage(state)  # small and conjugated tensors need some
+                if mode == "lazy":  # also those that would be gathered or made contiguous on the device
+                    copies = await stager.stage(state)
+                    assert_holds(copies, 5.0)
+                    copies.release()
+                    del copies
                 stager.fence()
             await assert_works(stager, 6.0)
 
