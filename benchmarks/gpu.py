@@ -283,8 +283,8 @@ def many(budget: Budget, _: State) -> Results:
         name = f"{count:,} x {kib} KiB"
         if budget.over(name):
             return results
-        count = count // 20 if REHEARSAL else count
-        state = {f"t{index}": torch.ones(kib << 8, device=DEVICE) for index in range(count)}
+        made = count // 20 if REHEARSAL else count
+        state = {f"t{index}": torch.ones(kib << 8, device=DEVICE) for index in range(made)}
         stager = new_stager(size_of(state))
         wait(stager.stage(state))
         calls, fences, ends = [], [], []
