@@ -142,7 +142,7 @@ class Operation(NamedTuple):
     """An operation by the virtual clock."""
 
     what: str
-    """``H2D``, ``D2H``, ``copy`` (on a device), ``kernel``, ``record``, ``wait``, the name of an operator, and so on."""
+    """``H2D``, ``D2H``, ``copy`` (on a device), ``kernel``, ``record``, ``wait`` and others, or the operator's name."""
     thread: int
     """``threading.get_native_id()`` of the thread that enqueued it."""
     device: int
