@@ -120,8 +120,8 @@ class Blocked(NamedTuple):
 def queue_limit(operations: int, *, per_device: bool = False) -> Iterator[None]:
     """Let a launch within the block wait while ``operations`` of its stream are enqueued and not executed.
 
-    A launch is a copy, a kernel, an operator, or the record of an event or the wait for one. ``per_device``: all streams
-    of a device share one queue. Forgets what ``blocked()`` has recorded before.
+    A launch is a copy, a kernel, an operator, or the record of an event or the wait for one. ``per_device``: all
+    streams of a device share one queue. Forgets what ``blocked()`` has recorded before.
     """
     _library().cudasim_limit_queue(ctypes.c_long(operations), int(per_device))
     try:
@@ -142,7 +142,7 @@ class Operation(NamedTuple):
     """An operation by the virtual clock."""
 
     what: str
-    """``H2D``, ``D2H``, ``copy`` (on a device), ``memset``, ``kernel``, ``record``, ``wait``, or the name of an operator."""
+    """``H2D``, ``D2H``, ``copy`` (on a device), ``kernel``, ``record``, ``wait`` and others, or the operator's name."""
     thread: int
     """``threading.get_native_id()`` of the thread that enqueued it."""
     device: int
@@ -168,8 +168,9 @@ def clock(
 ) -> Iterator[None]:
     """Keep virtual time within the block, from 0 for all threads.
 
-    The rates are bytes per second; copies of rate 0 take no time. Those of pageable memory are those of registered memory
-    by default. ``cost`` is what each operation takes besides, in seconds, but for records and waits. Nothing sleeps.
+    The rates are bytes per second; copies of rate 0 take no time. Those of pageable memory are those of registered
+    memory by default. ``cost`` is what each operation takes besides, in seconds, but for records and waits. Nothing
+    sleeps.
     """
     rates = (
         to_device,
@@ -187,7 +188,7 @@ def clock(
 
 
 def at() -> float:
-    """Return the virtual time of the calling thread, in seconds: a wait for a stream, an event or a device raises it."""
+    """Return the virtual time of the calling thread in seconds. A wait for a stream, event or device raises it."""
     return float(_library().cudasim_at())
 
 
@@ -236,7 +237,7 @@ def state() -> dict[str, str]:
 
 
 def _report(which: str) -> dict[str, str]:
-    return {key: value for key, value in _rows(which)}
+    return dict(_rows(which))
 
 
 def _rows(which: str) -> list[list[str]]:
