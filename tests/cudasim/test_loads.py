@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from leases import nothing_kept
 import sidestream
 from sidestream import errors
 from sidestream._staging import ring
+from sidestream._storage.local.read import LocalFiles
 
 cudasim: Any = pytest.importorskip("cudasim", reason="needs the simulated CUDA runtime")
 if not getattr(cudasim, "active", bool)():  # without it the name may stand for this folder
@@ -190,3 +192,72 @@ async def test_a_device_that_fails(tmp_path: Path) -> None:
     finally:
         cudasim.heal()
     nothing_kept()
+
+
+# --- time, by the virtual clock ---
+
+
+class Disk:
+    """A disk of ``bytes_per_s`` by the virtual clock, which reads one range after the other."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def slow_down(self, patch: pytest.MonkeyPatch) -> None:
+        read = LocalFiles.read
+
+        def slow(files: Any, name: str, ranges: Any, stop: Any) -> None:
+            read(files, name, ranges, stop)
+            with self._lock:
+                begun = max(cudasim.at(), self._free_at)
+                self._free_at = begun + sum(one.into.nbytes for one in ranges) / self._bytes_per_s
+                cudasim.set_at(self._free_at)
+
+        patch.setattr(LocalFiles, "read", slow)
+
+
+@pytest.mark.parametrize("shape", ["large", "small", "mixed"])
+@pytest.mark.parametrize(("disk", "link"), [(4e9, 25e9), (25e9, 4e9), (12e9, 12e9)])
+async def test_a_load_takes_as_long_as_the_slower_of_disk_and_link(
+    disk: float, link: float, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {
+        "large": {f"t{number}": torch.randn(12 << 20) for number in range(4)},
+        "small": {f"t{number}": torch.randn(8 << 10) for number in range(6_000)},
+        "mixed": {f"t{number}": torch.randn((number * 977) % 400_000 + 1) for number in range(240)},
+    }[shape]
+    await sidestream.save(state, tmp_path / "a")
+    target = on_devices(state)
+    await sidestream.load(target, tmp_path / "a", options=OPTIONS)
+    torch.cuda.synchronize(1)
+    cudasim.tune(0, 0.0)
+    Disk(disk).slow_down(monkeypatch)
+    with cudasim.clock(to_device=link, to_host=link, pageable_to_device=link / 4, cost=2e-6):
+        await sidestream.load(target, tmp_path / "a", options=OPTIONS)
+        made = cudasim.operations()
+    nbytes = sum(tensor.nbytes for tensor in state.values())
+    assert sum(one.bytes for one in made if one.what == "H2D") >= nbytes
+    assert max(one.end for one in made) <= 1.25 * nbytes / min(disk, link)
+
+
+async def test_no_launch_waits_for_a_full_queue_within_a_call_or_a_fence() -> None:
+    """And the fence waits for no copy: the device makes none before it has returned."""
+    state = {f"t{number}": torch.ones(18 << 10, device=f"cuda:{number // 5_000}") for number in range(10_000)}
+    async with sidestream.AsyncStager(budget_bytes=3 << 30, timeout_s=BOUND_S) as stager:
+        (await stager.stage(state)).release()
+        torch.cuda.synchronize(0)
+        torch.cuda.synchronize(1)
+        with cudasim.queue_limit(1000):
+            cudasim.hold_sides()
+            future = stager.stage(state)
+            await asyncio.to_thread(stager.fence)
+            for device in (0, 1):
+                torch._foreach_add_([one for one in state.values() if one.device.index == device], 1.0)
+            cudasim.hold_sides(False)
+            copies = await future
+            blocked = cudasim.blocked()
+        assert blocked == [], "not even in the stager's thread"
+        assert all(bool((copies[name] == 1).all()) for name in state)
+        copies.release()
