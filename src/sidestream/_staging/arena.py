@@ -34,6 +34,7 @@ from .._runtime.threads import Deadline, Stop
 from ..errors import ArenaExhaustedError, ClosedError, DeadlineExceededError
 from ..options import Backing
 from .drain import Drain
+from .placement import place
 from .registration import Pinner, Registration, register
 
 __all__ = [
@@ -544,6 +545,8 @@ class Arena:
                 f"{wanted} bytes of staging memory are needed in one piece; only less than 512 GiB can be registered"
             )
         segment = _Segment(_map(wanted, self._backing), wanted)
+        if self._pinner is not None:
+            place(segment.memory, self._pinner[1])
         begun = time.perf_counter()
         # Before the first copy. Faults within a copy take longer, come one page at a time, and on the copying threads.
         _touch(segment.memory, wanted)

@@ -18,6 +18,7 @@ from .._runtime.memory_maps import address_of, advise
 from ..errors import ArenaExhaustedError, DeviceError, allocating
 from .arena import MappedMemory
 from .driver import TorchDriver
+from .placement import place
 
 __all__ = ["Slot", "drop_later", "drop_ring", "take_slot"]
 
@@ -41,6 +42,7 @@ class Slot:
         """Register the memory. Where the system cannot, it stays as it is, and copies from it block their thread."""
         if driver.pinner is None or self._memory.pinned:
             return
+        place(self._memory, device)
         try:
             self._memory.pin(driver.pinner, device)
         except (ArenaExhaustedError, DeviceError):
