@@ -64,7 +64,7 @@ def bind(address: int, nbytes: int, node: int) -> bool:
         return False
     words = (ctypes.c_ulong * (node // _WORD_BITS + 1))()
     words[node // _WORD_BITS] = 1 << node % _WORD_BITS
-    bits = len(words) * _WORD_BITS + 1  # the kernel uses one bit less than it is told
+    bits = len(words) * _WORD_BITS + 1  # the kernel subtracts one
     return int(_syscall()(number, address, nbytes, _PREFERRED, ctypes.addressof(words), bits, 0)) == 0
 
 

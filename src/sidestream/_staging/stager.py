@@ -71,7 +71,7 @@ class AsyncStager:
 
     Args:
         budget_bytes: The most host memory that is mapped at any time, in bytes. None: half of the machine's memory,
-            divided by the number of ranks on the host, if ``LOCAL_WORLD_SIZE`` (which torchrun sets) tells it.
+            divided by ``LOCAL_WORLD_SIZE``, the number of ranks on the host, if that is set (torchrun sets it).
         mode: When tensors are copied. With ``"lazy"`` copies continue after ``stage()`` has returned, and the sources
             must not change before ``synchronize_staging()``, ``fence()`` or ``guard()``; a source that changes earlier
             has undefined contents in the copy, that tensor alone. With ``"eager"`` the sources may change when
