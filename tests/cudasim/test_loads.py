@@ -15,8 +15,9 @@ from leases import nothing_kept
 
 import sidestream
 from sidestream import errors
-from sidestream._staging import ring
+from sidestream._staging import AsyncStager, placement, ring
 from sidestream._storage.local.read import LocalFiles
+from sidestream_cli import machine
 
 cudasim: Any = pytest.importorskip("cudasim", reason="needs the simulated CUDA runtime")
 if not getattr(cudasim, "active", bool)():  # without it the name may stand for this folder
@@ -192,6 +193,32 @@ async def test_a_device_that_fails(tmp_path: Path) -> None:
     finally:
         cudasim.heal()
     nothing_kept()
+
+
+async def test_memory_for_a_device_is_bound_to_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The staging memory and the slots, on a machine with two nodes, in the names that torch gives the devices."""
+    sysfs, nodes = tmp_path / "sys", list[int]()
+    for number in (0, 1):
+        (sysfs / f"devices/system/node/node{number}").mkdir(parents=True)
+        device = sysfs / f"bus/pci/devices/0000:{number + 1:02x}:00.0"
+        device.mkdir(parents=True)
+        (device / "numa_node").write_text(f"{number}\n")
+    monkeypatch.setattr(placement, "_SYSFS", sysfs)
+    monkeypatch.setattr(placement, "bind", lambda address, nbytes, node: nodes.append(node))
+    state = {"w": torch.randn(1 << 20, device="cuda:1")}
+    torch.cuda.synchronize(1)
+    async with AsyncStager() as stager:
+        await sidestream.save(state, tmp_path / "checkpoint", stager=stager)
+    assert set(nodes) == {1}
+    nodes.clear()
+    await sidestream.load({"w": torch.zeros(1 << 20, device="cuda:0")}, tmp_path / "checkpoint", options=OPTIONS)
+    assert set(nodes) == {0}
+
+
+def test_doctor_registers_host_memory_with_each_device() -> None:
+    found = {one.what: one for one in machine._nodes_and_devices(Path("/sys"))}
+    for name in ("cuda:0", "cuda:1"):
+        assert found[name].here.endswith(", host memory can be registered")
 
 
 # --- time, by the virtual clock ---

@@ -34,6 +34,7 @@ from .._runtime.threads import Deadline, Stop
 from ..errors import ArenaExhaustedError, ClosedError, DeadlineExceededError
 from ..options import Backing
 from .drain import Drain
+from .placement import place
 from .registration import Pinner, Registration, register
 
 __all__ = [
@@ -112,9 +113,9 @@ class MappedMemory(MemoryMap):
             # still uses the old one. The child therefore does not inherit the mapping.
             advise(address, len(self), getattr(mmap, "MADV_DONTFORK", -1))
             self.inherited, self._pieces = False, {}
+            place(self, device)
         if number not in self._pieces:
-            if number:  # the first one was touched when it was mapped
-                _touch(address + first, end - first)
+            _touch(address + first, end - first)
             self._pieces[number] = register(pinner, device, address + first, end - first)
         return end
 
@@ -347,6 +348,8 @@ class Arena:
                 if self._reserved + wanted > most:
                     break
                 segment = _Segment(_map(wanted, self._backing), wanted, [(0, wanted)])
+                if self._pinner is not None:
+                    place(segment.memory, self._pinner[1])
                 whole = _touch_range(address_of(segment.memory), wanted, busy)
                 self._add(segment)
                 if not whole:  # the first copies into it fault the rest in
@@ -562,11 +565,12 @@ class Arena:
         if self._reserved + wanted > self.budget_bytes:
             return None
         segment = _Segment(_map(wanted, self._backing), wanted)
-        begun = time.perf_counter()
-        # Before the first copy. Faults within a copy take longer, come one page at a time, and on the copying threads.
-        touched = wanted if self._pinner is None else min(wanted, _PIECE_BYTES)  # the rest when it is registered
-        _touch(address_of(segment.memory), touched)
-        self._touched_bytes_per_s = touched / max(time.perf_counter() - begun, 1e-9)
+        if self._pinner is None:
+            begun = time.perf_counter()
+            # Before the first copy. Faults within a copy take longer, come one page at a time, and on the copying
+            # threads. Memory for a device is touched when it is registered.
+            _touch(address_of(segment.memory), wanted)
+            self._touched_bytes_per_s = wanted / max(time.perf_counter() - begun, 1e-9)
         segment.free = [(size, wanted)] if wanted > size else []
         self._add(segment)
         return segment, 0

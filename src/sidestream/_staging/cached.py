@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from .._runtime.public import public
 from .._runtime.threads import Deadline
 from ..errors import InvalidOptionError, SidestreamError
-from .stager import AsyncStager, half_of_memory
+from .stager import AsyncStager, share_of_memory
 
 __all__ = ["borrow", "close_all", "give_back", "set_cache_bytes"]
 
 _DEFAULT_BYTES = 1 << 30
-_SHARE = 4  # of half of the memory
+_SHARE = 4  # of the default budget of a stager
 _MOST = 8
 _CLOSE_S = 1.0
 
@@ -69,7 +69,7 @@ class _Cache:
 
     def _most(self) -> int:
         if self.cache_bytes is None:
-            self.cache_bytes = min(_DEFAULT_BYTES, half_of_memory() // _SHARE)
+            self.cache_bytes = min(_DEFAULT_BYTES, share_of_memory() // _SHARE)
         return self.cache_bytes
 
 
@@ -81,9 +81,9 @@ def set_cache_bytes(cache_bytes: int) -> None:
     """Set how much host memory saves without ``stager=`` may keep between them, all of them together.
 
     Memory that is used again makes a save faster: it has been mapped, touched and registered with the device. The
-    default is 1 GiB, or an eighth of the machine's memory if that is less; 0 keeps nothing. A save that needs more maps
-    it for itself, and unmaps it when it has ended. What no save has used for ten minutes is unmapped. A forked child
-    begins with nothing.
+    default is 1 GiB, or a quarter of a stager's default ``budget_bytes`` if that is less; 0 keeps nothing. A save that
+    needs more maps it for itself, and unmaps it when it has ended. What no save has used for ten minutes is unmapped. A
+    forked child begins with nothing.
 
     It concerns ``save`` and ``async_save`` of ``sidestream`` and of ``sidestream.blocking``. A ``Checkpointer`` and an
     ``AsyncStager`` have memory of their own, within ``budget_bytes``.

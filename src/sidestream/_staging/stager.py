@@ -49,7 +49,7 @@ from .plans import PlanCache
 from .stage import ImagePlan, Staging, clean, given_up, guard, wait_until_read
 from .tree import StagedState, StagePlan, plan_stage
 
-__all__ = ["AsyncStager", "half_of_memory"]
+__all__ = ["AsyncStager", "share_of_memory"]
 
 _GRACE_S = 5.0
 _STOPPED_S = 1.0
@@ -70,7 +70,8 @@ class AsyncStager:
     A forked child cannot use it: its calls raise ``ForkedProcessError`` there.
 
     Args:
-        budget_bytes: The most host memory that is mapped at any time, in bytes. None: half of the machine's memory.
+        budget_bytes: The most host memory that is mapped at any time, in bytes. None: half of the machine's memory,
+            divided by ``LOCAL_WORLD_SIZE``, the number of ranks on the host, if that is set (torchrun sets it).
         mode: When tensors are copied. With ``"lazy"`` copies continue after ``stage()`` has returned, and the sources
             must not change before ``synchronize_staging()``, ``fence()`` or ``guard()``; a source that changes earlier
             has undefined contents in the copy, that tensor alone. With ``"eager"`` the sources may change when
@@ -115,7 +116,7 @@ class AsyncStager:
         self._timeout_s = timeout_s
         self._host = engine if isinstance(engine, HostEngine) else engine.host if engine else HostEngine()
         self._device = engine if isinstance(engine, DeviceEngine) else None
-        self._arena = Arena(half_of_memory() if budget_bytes is None else budget_bytes, backing=backing)
+        self._arena = Arena(share_of_memory() if budget_bytes is None else budget_bytes, backing=backing)
         self._plans = PlanCache()
         self._idle = IdleMemory(self._arena)
         self._threads = TorchThreads("sidestream-stage", 1, self._idle)
@@ -809,10 +810,14 @@ def _deliver(staging: Staging[StagePlan], future: StagingFuture[StagedState]) ->
         image.release()
 
 
-def half_of_memory() -> int:
-    """Return half of the machine's memory, or of the limit of the control group if that is less."""
+def share_of_memory() -> int:
+    """Return half of the machine's memory, or of the limit of the control group if that is less. Ranks of one host
+    divide it among them, because each has a stager of its own."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):
             limits.append(int(Path("/sys/fs/cgroup", name).read_text()))
-    return min(limits) // 2
+    ranks = 1
+    with suppress(ValueError):
+        ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "")))
+    return min(limits) // 2 // ranks
