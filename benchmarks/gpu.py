@@ -8,9 +8,11 @@ small sizes, on a simulated device too; its figures mean nothing.
 
 - copies: the rate of a stage against one copy of the same bytes into pinned memory, on an idle device and beside matrix
   products; how much slower the products get; how long ``item()`` on another stream takes meanwhile. For several chunk
-  sizes, with and without a kernel between chunks, with a side stream of high priority.
+  sizes, with and without a gap between chunks, with a side stream of high priority.
 - first: what the first stage of a stager costs more than a later one: mapping, touching and registering memory.
 - small: call and end of a stage of many small tensors, coalesced on the device or copied one by one.
+- many: a stage of so many tensors that a queue with one copy for each would be full: the call, the fence, the rate.
+- loads: to host memory, to the device, and by stock ``dcp.load``, from files in memory.
 - hazard: in how many tries the copy is not the state at the call: work still queued at the call, and overwriting after
   it, with the fence and without; DCP's ``DefaultStager`` beside it.
 - training: how much longer a loop with AdamW takes for each checkpoint, without ``state_dict()`` and without writing.
@@ -25,8 +27,10 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import logging
+import os
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from collections import deque
@@ -36,6 +40,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from _common import describe, headline, quantile, still_heap, write_json
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 
@@ -68,14 +73,15 @@ class NoGap(CudaDriver):
     def gap(self, device: Any) -> None: ...
 
 
-class LowPriority(CudaDriver):
-    def side_stream(self, device: Any) -> Any:
-        return torch.cuda.Stream(device, priority=0)
+class OwnStreams(CudaDriver):
+    """Streams of its own, with a priority."""
 
+    def __init__(self, priority: int) -> None:
+        super().__init__()
+        self._own = {0: [torch.cuda.Stream(0, priority=priority) for _ in range(2)]}
 
-class HighPriority(CudaDriver):
-    def side_stream(self, device: Any) -> Any:
-        return torch.cuda.Stream(device, priority=-1)
+    def _streams(self, device: Any) -> Any:
+        return self._own[torch.device(device).index or 0]
 
 
 def new_stager(
@@ -122,8 +128,8 @@ def copies(budget: Budget, state: State) -> Results:
         settings[f"{chunk} MiB"] = (CudaDriver(), {"chunk_bytes": chunk * MIB})
     settings["32 MiB, no gap"] = (NoGap(), {"chunk_bytes": 32 * MIB})
     settings["one chunk"] = (NoGap(), {"chunk_bytes": 1 << 40})
-    settings["32 MiB, priority 0"] = (LowPriority(), {"chunk_bytes": 32 * MIB})
-    settings["32 MiB, priority -1"] = (HighPriority(), {"chunk_bytes": 32 * MIB})
+    settings["32 MiB, priority 0"] = (OwnStreams(0), {"chunk_bytes": 32 * MIB})
+    settings["32 MiB, priority -1"] = (OwnStreams(-1), {"chunk_bytes": 32 * MIB})
     for name, (driver, engine) in settings.items():
         if budget.over(name):
             break
@@ -265,6 +271,72 @@ def small(budget: Budget, _: State) -> Results:
             stager.close()
             results[name] = {"call ms": statistics.median(calls) * 1e3, "copied ms": statistics.median(ends) * 1e3}
             show(name, results[name])
+    return results
+
+
+# --- many ---
+
+
+def many(budget: Budget, _: State) -> Results:
+    results: Results = {}
+    for count, kib in ((10_000, 64), (10_000, 256), (2_500, 2048), (600, 8192)):
+        name = f"{count:,} x {kib} KiB"
+        if budget.over(name):
+            return results
+        made = count // 20 if REHEARSAL else count
+        state = {f"t{index}": torch.ones(kib << 8, device=DEVICE) for index in range(made)}
+        stager = new_stager(size_of(state))
+        wait(stager.stage(state))
+        calls, fences, ends = [], [], []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            start = clock()
+            future = stager.stage(state)
+            calls.append(clock() - start)
+            stager.fence()
+            fences.append(clock() - start - calls[-1])
+            future.exception()
+            ends.append(clock() - start)
+            wait(future)
+        stager.close()
+        row = {"call ms": statistics.median(calls) * 1e3, "fence ms on the host": statistics.median(fences) * 1e3}
+        results[name] = row | {"GB/s": size_of(state) / statistics.median(ends) / 1e9}
+        show(name, results[name])
+    return results
+
+
+# --- loads ---
+
+
+def loads(budget: Budget, state: State) -> Results:
+    """From memory: of a disk nothing is measured here."""
+    results: Results = {}
+    small_ones = {f"t{index}": torch.ones(16 << 10, device=DEVICE) for index in range(500 if REHEARSAL else 10_000)}
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    for what, saved in (("large", state), ("10,000 x 64 KiB", small_ones)):
+        with tempfile.TemporaryDirectory(dir=folder) as where:
+            sidestream.blocking.save(saved, where + "/c")
+            host = {name: torch.empty_like(one, device="cpu") for name, one in saved.items()}
+            ways: dict[str, Callable[[], Any]] = {
+                "to host memory": lambda host=host, where=where: sidestream.blocking.load(host, where + "/c"),
+                "to the device": lambda saved=saved, where=where: sidestream.blocking.load(saved, where + "/c"),
+                "stock dcp.load": lambda saved=saved, where=where: dcp.load(
+                    saved, checkpoint_id=where + "/c", no_dist=True
+                ),
+            }
+            seconds: dict[str, list[float]] = {name: [] for name in ways}
+            for _ in range(4):  # the first round maps, touches and registers
+                for name, way in ways.items():
+                    if not budget.over(f"{what}, {name}"):
+                        start = clock()
+                        way()
+                        torch.cuda.synchronize()
+                        seconds[name].append(clock() - start)
+            for name, took in seconds.items():
+                if len(took) > 1:
+                    row = {"first s": took[0], "GB/s": size_of(saved) / statistics.median(took[1:]) / 1e9}
+                    results[f"{what}, {name}"] = row
+                    show(f"{what}, {name}", row)
     return results
 
 
@@ -523,11 +595,13 @@ def capture(budget: Budget, state: State) -> Results:
 
 
 SECTIONS: dict[str, tuple[float, Callable[[Budget, State], Results]]] = {
-    "copies": (110, copies),
+    "copies": (90, copies),
     "first": (30, first),
-    "small": (60, small),
+    "small": (50, small),
+    "many": (30, many),
+    "loads": (50, loads),
     "hazard": (40, hazard),
-    "training": (170, training),
+    "training": (150, training),
     "capture": (20, capture),
 }
 

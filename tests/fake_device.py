@@ -60,6 +60,8 @@ class FakeDriver:
         self.full = False
         """Whether the device has no memory left for copies."""
         self.gaps = 0
+        self.gathered: list[int] = []
+        """How many pieces were laid out together."""
         self.copies: list[int] = []
         self.fail: Exception | None = None
         """Raised by the device at the next copy."""
@@ -76,6 +78,7 @@ class FakeDriver:
         self._storages: list[torch.UntypedStorage] = []
         self._current: dict[Hashable, Stream] = {}
         self._streams: list[Stream] = []
+        self._sides: dict[Hashable, Stream] = {}
         self._local = threading.local()
         self._lock = threading.RLock()
         self._random = random.Random(seed)
@@ -162,7 +165,10 @@ class FakeDriver:
             return self._current[device]
 
     def side_stream(self, device: Hashable) -> Stream:
-        return self.stream("side")
+        with self._lock:
+            if device not in self._sides:
+                self._sides[device] = self.stream("side")
+            return self._sides[device]
 
     @contextlib.contextmanager
     def _using(self, stream: Stream) -> Iterator[None]:
@@ -191,6 +197,19 @@ class FakeDriver:
         self._check()
         if self.fail is not None:
             raise self.fail
+
+    def laid_out(self, pieces: Sequence[torch.Tensor], starts: Sequence[int], nbytes: int) -> torch.Tensor:
+        self._check_memory()
+        whole = torch.full((nbytes,), 0xA5, dtype=torch.uint8)
+        self._temporaries.append(whole)
+        self.gathered.append(len(pieces))
+
+        def fill() -> None:
+            for one, start in zip(pieces, starts, strict=True):
+                whole[start : start + one.nbytes].copy_(one)
+
+        self._enqueue(self._local.stream, fill)
+        return whole
 
     def gather(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
         self._check_memory()
@@ -236,13 +255,14 @@ class FakeDriver:
     def pinner(self) -> Pinner:
         return self
 
-    def register(self, device: Hashable, address: int, nbytes: int) -> None:
+    def register(self, device: Hashable, address: int, nbytes: int) -> bool:
         self._check()
         if self.refuse_to_register is not None:
             raise self.refuse_to_register
         assert nbytes > 0
         self.registered[address] = nbytes
         self.registered_on[address] = device
+        return True
 
     def unregister(self, device: Hashable, address: int) -> None:
         assert self.registered_on[address] == device

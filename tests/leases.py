@@ -6,6 +6,10 @@ import asyncio
 import gc
 
 import sidestream
+from sidestream._runtime.memory_maps import wait_unmapped
+from sidestream._runtime.threads import Deadline
+from sidestream._staging import cached
+from sidestream._staging.ring import drop_ring
 
 
 async def all_returned(stager: sidestream.AsyncStager) -> None:
@@ -14,3 +18,12 @@ async def all_returned(stager: sidestream.AsyncStager) -> None:
     async with asyncio.timeout(60):
         while stager.statistics().leases:
             await asyncio.sleep(0)
+
+
+def nothing_kept() -> bool:
+    """Unmap the memory that the process keeps for later saves and loads, and all other that is not in use. Returns
+    False if that takes too long."""
+    drop_ring()
+    cached.close_all()
+    gc.collect()
+    return wait_unmapped(Deadline.after(60))

@@ -265,7 +265,7 @@ def registered_with(driver: FakeDriver) -> tuple[MappedMemory, int]:
     """
     before = set(driver.registered)
     memory = MappedMemory(-1, MIB)
-    memory.pin(driver, 1)
+    memory.register(driver, 1, 0)
     (address,) = set(driver.registered) - before
     return memory, address
 

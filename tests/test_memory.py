@@ -324,15 +324,40 @@ def test_memory_that_was_given_back_is_mapped_anew(backing: arena_module.Backing
 
 
 class Pinner:
-    def register(self, device: object, address: int, nbytes: int) -> None: ...
+    def register(self, device: object, address: int, nbytes: int) -> bool:
+        return True
+
     def unregister(self, device: object, address: int) -> None: ...
 
 
-def test_memory_that_a_device_knows_neither_grows_nor_shrinks_by_itself() -> None:
+def test_registered_memory_grows_and_shrinks_in_idle_time_like_any_other() -> None:
     arena = Arena(64 * MIB, segment_bytes=MIB)
-    lease_of(arena, 2).release()
     arena.pin(Pinner(), "device")
+    lease = lease_of(arena, 2)
+    assert lease.register(MIB) == 2 * MIB == arena.statistics().registered_bytes
+    lease.release()
     assert arena.grow_for([8 * MIB], lambda: False, 64 * MIB)
-    arena.trim_idle()
-    assert arena.statistics().reserved_bytes == 2 * MIB
+    assert arena.statistics().reserved_bytes > arena.statistics().registered_bytes == 2 * MIB
+    trim_idle(arena)
+    assert arena.statistics().reserved_bytes == 0
+    arena.close()
+
+
+def test_memory_is_registered_in_pieces_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "_PIECE_BYTES", MIB)
+    registered: list[int] = []
+
+    class Counted(Pinner):
+        def register(self, device: object, address: int, nbytes: int) -> bool:
+            registered.append(nbytes)
+            return True
+
+    arena = Arena(64 * MIB, segment_bytes=MIB)
+    arena.pin(Counted(), "device")
+    lease = lease_of(arena, 4)
+    assert registered == []
+    assert [lease.register(start) for start in (0, MIB - 1, 2 * MIB, 2 * MIB + 5)] == [MIB, MIB, 3 * MIB, 3 * MIB]
+    assert registered == [MIB, MIB]
+    assert arena.statistics().registered_bytes == 2 * MIB
+    lease.release()
     arena.close()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import pty
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,6 +110,9 @@ def test_the_advice_of_doctor_is_true(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(machine, "find_spec", lambda package: None)
     monkeypatch.setattr(machine, "CRC_ENGINE", "zlib")
     monkeypatch.setattr("resource.getrlimit", lambda which: (1 << 20, 1 << 20))
+    pages = made(tmp_path / "sys", {"kernel/mm/transparent_hugepage/enabled": "always madvise [never]"})
+    made(pages, {"kernel/mm/transparent_hugepage/shmem_enabled": "always within_size advise [never] deny force"})
+    monkeypatch.setattr(machine, "_SYSFS", pages)
     found = {one.what: one for one in machine.machine(str(tmp_path))}
     assert found["sidestream"].here == sidestream.__version__
     advice = {one.advice for one in found.values() if one.advice}
@@ -124,10 +129,85 @@ def test_the_advice_of_doctor_is_true(monkeypatch: pytest.MonkeyPatch, tmp_path:
             assert sidestream.blocking.verify(tmp_path / "streamed").ok
         elif "ulimit -l" in text:
             subprocess.run(["bash", "-c", "ulimit -l"], check=True, stdout=subprocess.DEVNULL)
+        elif text.startswith("echo "):
+            value, path = text.removeprefix("echo ").partition(":")[0].split(" > ")
+            assert value in Path(path).read_text().split()
         elif "sidestream bench" in text:
             sidestream_("bench", "--help")
         else:
             assert text.startswith(("host memory is copied", "buffered writes are used")), "advice that nobody checks"
+
+
+class Cuda:
+    """The CUDA of a machine, in place of ``torch.cuda``: a device for each code that registering returns on it."""
+
+    def __init__(self, *codes: int) -> None:
+        self.codes, self.current, self.calls = codes, -1, list[tuple[int, str]]()
+
+    def is_available(self) -> bool:
+        return bool(self.codes)
+
+    def device_count(self) -> int:
+        return len(self.codes)
+
+    def get_device_properties(self, index: int) -> Any:
+        return SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1A + index, pci_device_id=0)
+
+    def device(self, index: int) -> Any:
+        self.current = index
+        return nullcontext()
+
+    def cudart(self) -> Any:
+        return self
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.calls.append((self.current, "register"))
+        assert (address % mmap.PAGESIZE, nbytes) == (0, mmap.PAGESIZE)
+        return self.codes[self.current]
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append((self.current, "unregister"))
+        return 0
+
+    def cudaGetErrorString(self, code: int) -> str:
+        return "out of memory"
+
+
+def made(root: Path, files: dict[str, str]) -> Path:
+    """Files below ``root``, as the kernel shows them in ``/sys``."""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
+    return root
+
+
+def test_doctor_on_a_machine_with_nodes_and_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sysfs = made(tmp_path / "sys", {f"devices/system/node/node{node}/cpulist": "0" for node in (0, 1)})
+    made(sysfs, {f"bus/pci/devices/0000:{bus}:00.0/numa_node": node for bus, node in (("1a", "1"), ("1b", "-1"))})
+    made(sysfs, {"kernel/mm/transparent_hugepage/enabled": "always [madvise] never"})
+    cuda = Cuda(0, 0, 2)
+    monkeypatch.setattr(machine, "_SYSFS", sysfs)
+    monkeypatch.setattr(torch, "cuda", cuda)
+    found = {one.what: one for one in machine.machine(str(tmp_path))}
+    assert found["NUMA nodes"].here == "2"
+    assert (found["huge pages"].here, found["huge pages"].advice) == ("madvise", "")
+    assert (found["huge pages, shared"].here, found["huge pages, shared"].advice) == ("unknown", "")
+    assert (found["cuda:0"].here, found["cuda:0"].advice) == ("NUMA node 1, host memory can be registered", "")
+    assert found["cuda:1"].here == "NUMA node unknown, host memory can be registered"
+    assert "numactl --cpunodebind" in found["cuda:1"].advice
+    assert found["cuda:2"].here == "NUMA node unknown, host memory cannot be registered (out of memory)"
+    assert "memory limit of the container" in found["cuda:2"].advice
+    assert cuda.calls == [(0, "register"), (0, "unregister"), (1, "register"), (1, "unregister"), (2, "register")]
+
+
+def test_doctor_on_a_machine_with_one_node_and_without_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cuda = Cuda()
+    monkeypatch.setattr(machine, "_SYSFS", made(tmp_path / "sys", {"devices/system/node/node0/cpulist": "0"}))
+    monkeypatch.setattr(torch, "cuda", cuda)
+    found = {one.what: one for one in machine.machine(str(tmp_path))}
+    assert found["NUMA nodes"].here == "1"
+    assert not any(what.startswith("cuda") for what in found)
+    assert cuda.calls == []
 
 
 def test_ls_and_info(run: Path) -> None:
@@ -218,6 +298,7 @@ def test_convert(run: Path, tmp_path: Path) -> None:
 def test_doctor_and_bench(tmp_path: Path) -> None:
     found = json.loads(sidestream_("doctor", tmp_path, "--json"))
     assert {"torch", "checksums", "direct I/O", "locked memory"} <= {one["what"] for one in found}
+    assert {"NUMA nodes", "huge pages", "huge pages, shared"} <= {one["what"] for one in found}
     measured = json.loads(sidestream_("bench", tmp_path, "--mib", 64, "--json"))
     assert [one["what"] for one in measured[2:]] == ["stage", "save", "load, verified"]
     assert all(one["seconds"] > 0 and one["nbytes"] == 64 << 20 for one in measured)

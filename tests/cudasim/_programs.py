@@ -1,6 +1,7 @@
 """Random programs on the simulated CUDA runtime, and sabotaged versions of the library that they have to detect.
 
-A program makes a state on one or two devices, and stages or saves it several times. Each storage has a mirror in host
+A program makes a state on one or two devices, and stages or saves it several times, and loads what was saved. Each
+storage has a mirror in host
 memory. Every write goes to both, so the mirrors hold what the state must contain at each call, whatever the streams do.
 
 ``python _programs.py --seed 3 --programs 40 --sabotage no-fence`` prints the number of the first program that finds
@@ -12,13 +13,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import math
 import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,22 +26,26 @@ from typing import Any
 
 import cudasim
 import torch
+from leases import nothing_kept
 
 import sidestream
 from sidestream._format.records import DTYPES
-from sidestream._runtime.memory_maps import wait_unmapped
-from sidestream._runtime.threads import Deadline
-from sidestream._staging import AsyncStager
+from sidestream._load import reader
+from sidestream._staging import AsyncStager, ring
 from sidestream._staging import stager as stager_module
 from sidestream._staging.device import DeviceEngine
 from sidestream._staging.driver import CudaDriver, TorchDriver
+from sidestream._staging.ring import Slot
 from sidestream._staging.runtime import CudaRuntime
-from sidestream.errors import CorruptCheckpointError, SidestreamError
+from sidestream._staging.streams import Streams
+from sidestream._storage import Batches
+from sidestream.errors import CorruptCheckpointError, DeadlineExceededError, DeviceError, SidestreamError
 
 __all__ = ["SABOTAGES", "Wrong", "program", "sabotaged"]
 
 TIMEOUT_S = 60.0  # against a hang; nothing takes as long
 HELD_S = 0.015
+LOAD = sidestream.LoadOptions(timeout_s=TIMEOUT_S)
 SAVED_DTYPES = [getattr(torch, name) for name in DTYPES if hasattr(torch, name)]
 NOT_COPIED = {getattr(torch, name) for name in ("float4_e2m1fn_x2",) if hasattr(torch, name)}
 """Dtypes that torch's ``copy_`` does not know, so that nothing can make a strided tensor of them contiguous."""
@@ -204,7 +208,7 @@ def _row_major(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _item(root: Any, name: str) -> torch.Tensor:
-    for part in name.split("."):
+    for part in [name] if name in root else name.split("."):
         root = root[int(part)] if isinstance(root, list) else root[part]
     found: torch.Tensor = root
     return found
@@ -250,10 +254,9 @@ class Baseline:
 
     @classmethod
     def now(cls) -> Baseline:
-        gc.collect()
         for device in range(torch.cuda.device_count()):
             torch.cuda.synchronize(device)
-        if not wait_unmapped(Deadline.after(TIMEOUT_S)):
+        if not nothing_kept():
             raise Wrong("memory was not unregistered in time")
         state = cudasim.state()
         allocated = tuple(torch.cuda.memory_allocated(device) for device in range(torch.cuda.device_count()))
@@ -283,6 +286,9 @@ def program(seed: int, *, driver: str = "any") -> int:
     torch.cuda._sleep(0)  # type: ignore[no-untyped-call]
     before = Baseline.now()
     cudasim.tune(random_.choice([0, 300, 3000]), random_.choice([0.1, 0.5, 0.9]), seed=seed)
+    # So few slots, and so little in each, that these small loads use them again.
+    ring._SLOTS = random_.choice([1, 2, 8])
+    reader._MOST_FOR_DEVICE = random_.choice([1, 3, 4096])
     try:
         with TemporaryDirectory(prefix="program") as folder:
             stages = asyncio.run(_Program(random_, driver, Path(folder)).run())
@@ -305,7 +311,7 @@ class _Program:
         self.state = State(random_, devices, self.mode, self.small_bytes)
         self.timers: list[threading.Timer] = []
         self.in_flight: list[tuple[Any, dict[str, torch.Tensor], str]] = []
-        self.stages = 0
+        self.stages = self.loads = 0
         self.sums = 0
 
     def stager(self, budget_bytes: int) -> AsyncStager:
@@ -362,7 +368,7 @@ class _Program:
         expected = self.state.expected()
         what = f"round {number}, {self.mode}"
         self._stand_still(current)
-        if self.below or self.random.random() < 0.15:
+        if self.below or self.random.random() < 0.3:
             target = self.folder / str(number)
             for stream in waits:
                 for one in current:
@@ -462,12 +468,97 @@ class _Program:
             except CorruptCheckpointError as error:  # bytes changed after their checksum was computed
                 raise Wrong(f"{what}, save: {error}") from error
             check_bytes(expected, saved, f"{what}, save")
+            await self._load(Path(info.url.removeprefix("file://")), {**expected}, f"{what}, load")
             return
         async with asyncio.timeout(TIMEOUT_S):
             copies = await result
         check_bytes(expected, copies, what)
         check_aliases(self.state, copies, what)
         copies.release()
+
+    async def _load(self, folder: Path, expected: dict[str, torch.Tensor], what: str) -> None:
+        """Load a checkpoint to the devices, beside what is in flight, and compare it."""
+        target = {name: self._target(tensor) for name, tensor in expected.items()}
+        if self.random.random() < 0.3:
+            damage(folder, self.random)
+            await self._load_damaged(folder, expected, target, what)
+            return
+        current = [torch.cuda.current_stream(device) for device in self.cuda]
+        self._stand_still(current)
+        await self._load_badly(target, folder)
+        for one in target.values():  # the load comes after this
+            fill(one, 0x5A)
+        await sidestream.load(target, folder, strict=False, options=LOAD)
+        loaded = {name: one.clone() for name, one in target.items()}  # and before this
+        for device in self.cuda:
+            torch.cuda.current_stream(device).synchronize()
+        check_bytes(expected, {name: copy_of(one) for name, one in loaded.items()}, what)
+        self.loads += 1
+
+    async def _load_badly(self, target: dict[str, torch.Tensor], folder: Path) -> None:
+        """Begin a load that does not end well, if the dice say so."""
+        way = self.random.choice(["cancel", "deadline", "device", "none", "none"])
+        if way == "cancel":
+            task = asyncio.create_task(sidestream.load(target, folder, strict=False, options=LOAD))
+            for _ in range(self.random.choice([1, 20, 200])):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+        elif way == "deadline":
+            options = sidestream.LoadOptions(timeout_s=self.random.choice([0.001, 0.01, 0.05]))
+            with suppress(DeadlineExceededError):
+                await sidestream.load(target, folder, strict=False, options=options)
+        elif way == "device" and not self.in_flight:
+            for timer in self.timers:
+                timer.join()
+            cudasim.fail_copy(self.random.randint(1, 6))
+            with suppress(DeviceError):
+                await sidestream.load(target, folder, strict=False, options=LOAD)
+            cudasim.heal()
+
+    async def _load_damaged(
+        self, folder: Path, expected: dict[str, torch.Tensor], target: dict[str, torch.Tensor], what: str
+    ) -> None:
+        """No byte that differs from its checksum reaches a target."""
+        for one in target.values():
+            fill(one, 0x5A)
+        with suppress(CorruptCheckpointError):
+            await sidestream.load(target, folder, strict=False, options=LOAD)
+        for device in self.cuda:
+            torch.cuda.synchronize(device)
+        for name, one in target.items():
+            found, right = _row_major(copy_of(one)), _row_major(expected[name])
+            if not bool(((found == right) | (found == 0x5A)).all()):
+                raise Wrong(f"{what}: damaged bytes reached {name}")
+
+    def _target(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor on a device like ``tensor``, which may have other strides."""
+        device = self.random.choice(self.cuda)
+        if tensor.dim() == 2 and tensor.dtype not in NOT_COPIED and self.random.random() < 0.3:
+            return torch.empty(*reversed(tensor.shape), dtype=tensor.dtype, device=device).t()
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def fill(tensor: torch.Tensor, value: int) -> None:
+    """Write ``value`` to every byte of a tensor that is dense, on the current stream."""
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    raw.set_(tensor.untyped_storage(), 0, (tensor.untyped_storage().nbytes(),), (1,)).fill_(value)
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory with the same strides, also of a dtype that ``copy_`` does not know."""
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    storage = raw.set_(tensor.untyped_storage()).cpu().untyped_storage()
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def damage(folder: Path, random_: random.Random) -> Path:
+    """Change one byte of the largest file."""
+    file = max(folder.iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[random_.randrange(len(content))] ^= 0xFF
+    file.write_bytes(content)
+    return file
 
 
 # --- sabotage ---
@@ -524,12 +615,46 @@ def _no_wait_streams(patch: Callable[[Any, str, Any], None]) -> None:
     patch(DeviceEngine, "begin", ignoring)
 
 
+def _no_wait_for_caller(patch: Callable[[Any, str, Any], None]) -> None:
+    """A load does not wait for what the caller has enqueued."""
+
+    def apart(self: Any) -> Streams:
+        return Streams([(driver, device, driver.side_stream(device)) for driver, device, _ in self.sides])
+
+    patch(Streams, "apart", apart)
+
+
+def _no_wait_for_slot(patch: Callable[[Any, str, Any], None]) -> None:
+    """A slot is used again while it is being copied."""
+    patch(Slot, "is_copied", lambda self: True)
+    patch(Slot, "wait", lambda self: None)
+
+
+def _verify_late(patch: Callable[[Any, str, Any], None]) -> None:
+    """What was read is copied, and compared with its checksum after that."""
+
+    def work(self: Any, batch: Any, stop: Any) -> int:
+        reads = self.reads(batch, self.scratch, stop)
+        try:
+            self._files.read(reads.file, reads.ranges, stop)
+        finally:
+            if reads.arrived is not None:
+                reads.arrived()
+        self.scratch.give_back(reads.scratch)
+        return int(reads.nbytes)
+
+    patch(Batches, "_work", work)
+
+
 SABOTAGES: dict[str, Callable[[Callable[[Any, str, Any], None]], None]] = {
     "no-wait": _no_wait,
     "no-fence": _no_fence,
     "no-clones": _no_clones,
     "no-end": _no_end,
     "no-wait-streams": _no_wait_streams,
+    "no-wait-for-caller": _no_wait_for_caller,
+    "no-wait-for-slot": _no_wait_for_slot,
+    "verify-late": _verify_late,
 }
 
 

@@ -11,6 +11,6 @@ build=${CUDASIM_BUILD:-$(python -c 'import sys; print(sys.prefix)')/cudasim}
 bash "$here/build.sh" "$build"
 
 export CUDASIM_BUILD=$build
-export PYTHONPATH=$build/python:$here:${here%/tests/cudasim}/src${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$build/python:$here:${here%/cudasim}:${here%/tests/cudasim}/src${PYTHONPATH:+:$PYTHONPATH}
 export LD_PRELOAD=$build/libcudart.so.13:$build/libcuda.so.1${LD_PRELOAD:+:$LD_PRELOAD}
 exec "$@"

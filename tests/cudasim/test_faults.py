@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from leases import nothing_kept
 
 import sidestream
 from sidestream._runtime.memory_maps import wait_unmapped
@@ -48,9 +49,8 @@ def synchronize() -> None:
 
 def left() -> tuple[str, str, tuple[int, ...]]:
     """Registrations, contexts and device memory, once everything that is on its way back has come back."""
-    gc.collect()
     synchronize()
-    assert wait_unmapped(Deadline.after(BOUND_S))
+    assert nothing_kept()
     state = cudasim.state()
     return state["registrations"], state["contexts"], tuple(map(torch.cuda.memory_allocated, DEVICES))
 
@@ -176,10 +176,11 @@ def test_a_full_device(mode: StageMode) -> None:
                     assert bool((copies["t"] == 5).all())
                     copies.release()
                     del copies
-                with pytest.raises(
-                    ArenaExhaustedError, match=r"copies of tensors that must not wait: free device memory$"
-                ):
-                    await stager.stage(state)  # small and conjugated tensors need some
+                if mode == "lazy":  # also those that would be gathered or made contiguous on the device
+                    copies = await stager.stage(state)
+                    assert_holds(copies, 5.0)
+                    copies.release()
+                    del copies
                 stager.fence()
             await assert_works(stager, 6.0)
 
@@ -406,6 +407,7 @@ def test_a_capture_beside_every_call(mode: StageMode, tmp_path: Path) -> None:
                 broken[name] = failed
         assert broken == {}
         assert bool((target["large"] == 1).all())
+        assert nothing_kept()
         assert cudasim.state()["registrations"] == "0"
 
     asyncio.run(run())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -13,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from leases import nothing_kept
 from states import assert_same
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sidestream
-from sidestream._runtime.memory_maps import wait_unmapped
-from sidestream._runtime.threads import Deadline
 from sidestream._staging import AsyncStager, StageMode
 from sidestream._staging.blocking import BlockingAsyncStager
 from sidestream.dcp import StorageReader, StorageWriter
@@ -45,10 +43,9 @@ def nothing_left() -> Iterator[None]:
     cudasim.tune(1000, 0.5, seed=SEED)
     torch.manual_seed(SEED)
     yield
-    gc.collect()
     torch.cuda.synchronize(0)
     torch.cuda.synchronize(1)
-    assert wait_unmapped(Deadline.after(BOUND_S))
+    assert nothing_kept()
     state = cudasim.state()
     assert (state["registrations"], state["violations"], state["queued"]) == ("0", "0", "0")
 

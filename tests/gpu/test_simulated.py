@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from leases import nothing_kept
 
 import sidestream
 from sidestream._runtime.memory_maps import wait_unmapped
@@ -33,12 +34,10 @@ BUDGET_BYTES = 1 << 28
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    gc.collect()
-    wait_unmapped(Deadline.after(60))
+    nothing_kept()
     before = cudasim.state()["registrations"]
     yield
-    gc.collect()
-    assert wait_unmapped(Deadline.after(60))
+    assert nothing_kept()
     assert cudasim.state()["registrations"] == before
     assert cudasim.state()["violations"] == "0"
 

@@ -58,7 +58,7 @@ SHARD_BYTES = 2 << 30
 """The most that a shard file holds, unless it holds one larger tensor."""
 
 _WINDOW_BYTES = (32 << 20, 512 << 20)
-_WINDOWS = 350  # of a large state: this many copies with their gaps fit into the queue of a device's stream
+_WINDOWS = 128  # of a large state: their copies and gaps fit into the queue of a device's stream
 _BUDGET_WINDOWS = 4  # in a small budget, so that some are staged while others are written
 
 _RANK = 0

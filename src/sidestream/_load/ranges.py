@@ -221,8 +221,9 @@ def _minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
     return tuple(map(operator.sub, a, b))
 
 
-def batches(parts: Iterable[P]) -> list[list[P]]:
-    """Group parts by file and offset. Many small ones are read with one call, a large one by itself."""
+def batches(parts: Iterable[P], most: int = _MOST_PARTS) -> list[list[P]]:
+    """Group parts by file and offset, ``most`` at a time. Many small ones are read with one call, a large one by
+    itself."""
     # By file, and in the order of the offsets: small parts that lie side by side then share one system call, and a
     # device reads forward.
     by_file: dict[str, list[P]] = {}
@@ -232,7 +233,7 @@ def batches(parts: Iterable[P]) -> list[list[P]]:
     found: list[list[P]] = []
     for of_file in by_file.values():
         of_file.sort(key=attrgetter("offset"))
-        for some in by_size(of_file, attrgetter("nbytes"), PIECE_BYTES, _MOST_PARTS):
+        for some in by_size(of_file, attrgetter("nbytes"), PIECE_BYTES, most):
             found.append(some)
             pause_point()
     return found

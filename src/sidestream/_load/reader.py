@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
@@ -13,22 +13,23 @@ import torch
 from .._foreign.items import located, read_item, unpack_chunk
 from .._foreign.transforms import require
 from .._format.checksum import crc32, unpack_crcs
-from .._format.records import BLOCK_BYTES, Chunk, TensorEntry, row_major_strides
+from .._format.records import BLOCK_BYTES, Chunk, TensorEntry
 from .._layout.ranges import Box, DirectReads, Payload
 from .._runtime.caller import run_by_caller
-from .._runtime.tasks import in_parallel
+from .._runtime.gil import move_small
+from .._runtime.tasks import in_parallel, run_shielded
 from .._runtime.threads import Stop, chunked, clear_gradually, collected, holding_gil, io_threads, paced, pause_point
-from .._runtime.torch_probes import copyable, dtype_from_name, lazy_bits
-from .._staging import move_small
+from .._runtime.torch_probes import dtype_from_name, lazy_bits
 from .._staging.streams import Streams
 from .._storage import Batches, Memory, RangeSource, ReadRange, Reads, Scratch
 from ..options import Progress, Verify
 from .checks import addresses_in, altered, check_digests
-from .ranges import Direct, DirectBatch, Range, RangePart, Scatter, batches, direct_batches, plan_ranges
+from .device import Arrival, DeviceBatch, DeviceCopies, place
+from .ranges import Direct, DirectBatch, Range, RangePart, batches, direct_batches, plan_ranges
 
 __all__ = ["Check", "Reader", "Wanted"]
 
-_Batch: TypeAlias = list[Range] | DirectBatch
+_Batch: TypeAlias = list[Range] | DirectBatch | DeviceBatch
 
 _BURST_BYTES = 4 * BLOCK_BYTES
 _SMALL_BYTES = 64 << 10
@@ -36,6 +37,7 @@ _SMALL_BYTES = 64 << 10
 _SPAN_BYTES = 1 << 20
 _GAP_BYTES = 16 << 10  # the most bytes between two payloads that are read and not used
 _MANY = 32  # the number of payloads that are checked and copied at a time
+_MOST_FOR_DEVICE = 4096  # ranges that are read together, and copied to a device together
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,7 @@ class Reader:
     unverified: set[str] = field(default_factory=set)
     nbytes: int = 0
     scratch: Scratch = field(default_factory=Scratch)
+    _copies: DeviceCopies | None = None
 
     async def read(self, wanted: list[Wanted], *, own: bool, found: Mapping[str, TensorEntry] | None = None) -> None:
         """Fill every target, and empty the list. Targets that are row-major, in host memory and of the saved dtype are
@@ -142,23 +145,38 @@ class Reader:
         """
         # Everything that grows with the number of tensors runs in threads: 100,000 of them take longer than a loop may
         # be held.
-        # There are three ways for bytes to their places. Ordinary tensors are read straight, by tuples and without
-        # records. Other ranges are planned one by one, because they are strided, converted, tied or on a device. What
-        # another writer has compressed is read as a whole, unpacked, and copied.
+        # There are four ways for bytes to their places. Ordinary tensors are read straight, by tuples and without
+        # records. Other ranges are planned one by one, because they are strided, converted or tied. Those for a device
+        # are read into registered memory, and copied from there (``device``). What another writer has compressed is
+        # read as a whole, unpacked, and copied.
         threads = io_threads()
         packed: list[tuple[Wanted, Chunk]] = []
         if not own:
             packed = await threads.run(_packed, wanted)
             if found is None:
                 found = await located(self.source, await threads.run(_entries, wanted))
-        targets, planned, total = await threads.run(_plan, self.direct, wanted, found or {}, self.verify == "always")
+        targets, planned, total = await threads.run(
+            _plan, self.direct, wanted, found or {}, self.verify == "always", self.streams.devices
+        )
         total += sum(chunk.item_bytes for _, chunk in packed)
         await self._report_progress(total)
-        await self._read_batches(planned, targets, total)
-        await in_parallel(packed, lambda item: self._read_packed(*item, total))
-        await io_threads().run(self._finish, planned, targets, wanted)
+        if any(isinstance(batch, DeviceBatch) for batch in planned):
+            self._copies = await threads.run(DeviceCopies, self.streams)
+        try:
+            await self._read_batches(planned, targets, total)
+            await in_parallel(packed, lambda item: self._read_packed(*item, total))
+            await io_threads().run(self._finish, planned, targets, wanted)
+        except BaseException:
+            if self._copies is not None:
+                await run_shielded(io_threads().run, self._copies.cancel)
+            raise
+        finally:
+            if self._copies is not None:
+                self.streams.drop_slots_later()
 
     def _finish(self, planned: list[_Batch], targets: dict[str, Wanted], wanted: list[Wanted]) -> None:
+        if self._copies is not None:
+            self._copies.finish()
         self.streams.finish()
         clear_gradually(planned, targets, wanted, *self.direct.payloads.values())
 
@@ -176,6 +194,8 @@ class Reader:
         if isinstance(batch, DirectBatch):
             ranges, memory = self.direct_reads(batch, scratch, stop)
             return Reads(batch.file, ranges, batch.nbytes, memory)
+        if isinstance(batch, DeviceBatch):
+            return self._reads_for_device(targets, batch)
         views, memory = _buffers(batch, targets, scratch)
         # Before the read and not after it: a read that fails may have written a part.
         self.touched.update([one.fqn for one in batch if isinstance(one.into, Direct)])
@@ -190,6 +210,26 @@ class Reader:
         ]
         return Reads(batch[0].file, ranges, _nbytes(batch), memory)
 
+    def _reads_for_device(self, targets: Mapping[str, Wanted], batch: DeviceBatch) -> Reads:
+        copies = self._copies
+        assert copies is not None
+        slot, starts = copies.slot(batch)
+        views = slot.views(starts, [one.nbytes for one in batch.ranges])
+        ranges: list[ReadRange] = []
+        arrivals: list[Arrival] = []
+        for one, view, start in zip(batch.ranges, views, starts, strict=True):
+            wanted = targets[one.fqn]
+            assert wanted.target is not None
+            check = Check(one) if self.verify == "always" else None
+            ranges.append(ReadRange(one.offset, view, partial(self._check, one, view), check))
+            arrivals.append(Arrival(one, start, wanted.entry, wanted.target))
+
+        def arrived() -> None:
+            self.touched.update(arrival.one.fqn for arrival in arrivals)
+            copies.copy(batch.device, slot, arrivals)
+
+        return Reads(batch.ranges[0].file, ranges, _nbytes(batch), bytearray(), arrived)
+
     async def _report_progress(self, total: int) -> None:
         if self.progress is not None:
             await run_by_caller(self.progress, self.nbytes, total)
@@ -197,13 +237,16 @@ class Reader:
     def _arrived(self, one: Range, buffer: memoryview, wanted: Wanted) -> None:
         """Put bytes into their place that were not read there directly. Called in the thread that reads, after their
         checksums were compared."""
+        self._check(one, buffer)
+        if wanted.target is not None and not isinstance(one.into, Direct):
+            self.touched.add(one.fqn)
+            _place(one, buffer, wanted.entry, wanted.target, self.streams)
+
+    def _check(self, one: Range, buffer: memoryview) -> None:
         if self.verify == "always":
             check_digests(one.fqn, one.file, one.offset, buffer, one.digests)
             if one.crc is None and one.crcs is None:
                 self.unverified.add(one.fqn)
-        if wanted.target is not None and not isinstance(one.into, Direct):
-            self.touched.add(one.fqn)
-            _place(one, buffer, wanted.entry, wanted.target, self.streams)
 
     async def _read_packed(self, one: Wanted, chunk: Chunk, total: int) -> None:
         raw = await read_item(self.source, chunk)
@@ -286,21 +329,33 @@ class Reader:
 
 
 def _plan(
-    direct: DirectReads, wanted: Iterable[Wanted], found: Mapping[str, TensorEntry], verified: bool
+    direct: DirectReads,
+    wanted: Iterable[Wanted],
+    found: Mapping[str, TensorEntry],
+    verified: bool,
+    streamed: Collection[Hashable],
 ) -> tuple[dict[str, Wanted], list[_Batch], int]:
-    """Return what is ``wanted`` by FQN, the batches that are read, and their bytes."""
+    """Return what is ``wanted`` by FQN, the batches that are read, and their bytes. ``streamed`` are the devices that
+    have streams."""
     targets = dict(collected((one.fqn, one) for one in wanted))
     ranges: list[Range] = []
+    of_devices: dict[Hashable, list[Range]] = {}
     for fqn, one in targets.items():
         pause_point()
         entry = found.get(fqn, one.entry)
-        ranges.extend(plan_ranges(fqn, entry, one.box, row_major=one.takes_bytes, verified=verified))
+        device = None if one.target is None else one.target.device
+        into = of_devices.setdefault(device, []) if device in streamed else ranges
+        into.extend(plan_ranges(fqn, entry, one.box, row_major=one.takes_bytes, verified=verified))
     planned: list[_Batch] = [*direct_batches(direct.payloads), *batches(ranges)]
+    for where, of_device in of_devices.items():
+        planned += [DeviceBatch(where, some) for some in batches(of_device, _MOST_FOR_DEVICE)]
     return targets, planned, sum(map(_nbytes, planned))
 
 
 def _nbytes(batch: _Batch) -> int:
-    return batch.nbytes if isinstance(batch, DirectBatch) else sum(one.nbytes for one in batch)
+    if isinstance(batch, DirectBatch):
+        return batch.nbytes
+    return sum(one.nbytes for one in (batch.ranges if isinstance(batch, DeviceBatch) else batch))
 
 
 def _packed(wanted: Iterable[Wanted]) -> list[tuple[Wanted, Chunk]]:
@@ -344,19 +399,8 @@ def _place(one: Range, buffer: memoryview, entry: TensorEntry, target: torch.Ten
         nbytes = one.into.nbytes
         memory_of(target, one.into.start, nbytes)[:] = buffer[one.into.skip : one.into.skip + nbytes]
         return
-    assert isinstance(one.into, Scatter)
-    into = one.into
-    elements = torch.frombuffer(buffer, dtype=dtype_from_name(entry.written_dtype), offset=into.skip)
-    target = copyable(target)
-    strides = into.strides or row_major_strides(into.shape)
-    source = elements.as_strided(into.shape, strides)[_slices(into.source)]
-    # A tensor that was made in inference mode may be changed only in that mode, and any other one only outside of it.
-    with torch.inference_mode(target.is_inference()), torch.no_grad(), streams.current(one.fqn):
-        target[_slices(Box(into.target, into.source.sizes))].copy_(source)
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+    with streams.current(one.fqn):
+        place(one, torch.frombuffer(buffer, dtype=torch.uint8), entry, target)
 
 
 # --- direct reads ---

@@ -21,11 +21,11 @@ __all__ = [
     "attributes_of",
     "check_tensor",
     "convert_all",
+    "copy_all",
     "copyable",
     "cuda_library",
     "dtype_from_name",
     "dtype_name",
-    "empty_kernel",
     "extent_bytes",
     "group_store",
     "guard_of",
@@ -74,11 +74,6 @@ def cuda_library() -> ctypes.CDLL | None:
     except AttributeError:
         return None
     return library
-
-
-def empty_kernel() -> None:
-    """Launch a kernel that does nothing and needs no memory on CUDA's current stream."""
-    torch.cuda._sleep(0)  # type: ignore[no-untyped-call]
 
 
 # Aliases (torch.float, torch.half ...) map to the same object: the spelling of repr() is the canonical one.
@@ -278,6 +273,11 @@ def copyable(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``, or its bytes in the same shape where torch has no kernel that copies elements of its dtype
     (``torch.int4``)."""
     return tensor.view(torch.uint8) if tensor.dtype in _NOT_COPIED else tensor
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each of ``sources`` to one of ``targets``, on one device, with few kernels."""
+    torch._foreach_copy_(list(targets), list(sources))
 
 
 def neg_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from .driver import CudaDriver, TorchDriver
 from .host import HostEngine, memory_behind, raw_start
 from .image import Columns, Copies, Copy, ImageLayout
 from .plans import PlanCache, fingerprint
-from .small import columns_of, move_small
+from .small import columns_of
 from .stage import SnapshotReader, Staging, clean
 from .stager import AsyncStager
 from .tree import StagedState
@@ -45,7 +45,6 @@ __all__ = [
     "fingerprint",
     "give_back",
     "memory_behind",
-    "move_small",
     "raw_start",
     "settled",
 ]

@@ -34,6 +34,7 @@ from .._runtime.threads import Deadline, Stop
 from ..errors import ArenaExhaustedError, ClosedError, DeadlineExceededError
 from ..options import Backing
 from .drain import Drain
+from .placement import place
 from .registration import Pinner, Registration, register
 
 __all__ = [
@@ -57,8 +58,8 @@ _GROWTH_BYTES = 256 << 20  # the most that is touched at once, before the first 
 _STEP_BYTES = 32 << 20  # in a small arena: the first window is written while memory for the next is touched
 _STEP_SHARE = 4  # of the reserved memory, in a larger arena
 _UNMAPPED_S = 5.0  # a lease with ``at_once`` also waits this long for memory that is being unmapped
+_PIECE_BYTES = 256 << 20  # the most that is registered at once
 _numbers = itertools.count(1)
-_SEGMENT_LIMIT_BYTES = 1 << 39  # cudaHostRegister fails with an invalid value from 512 GiB on (vllm #51080)
 
 
 @public
@@ -95,24 +96,40 @@ class MappedMemory(MemoryMap):
     """None for private memory."""
     number: int = 0
     """The number of this shared memory. No other mapping of this process has ever had the same."""
-    _registration: Registration | None = None
+    _pieces: dict[int, Registration | None] | None = None
+    """The pieces that were registered, or could not be, by number."""
     _close = staticmethod(os.close)
 
-    def pin(self, pinner: Pinner, device: Hashable) -> None:
-        self._registration = register(pinner, device, address_of(self), len(self))
-        # On older kernels, the parent's next write after a fork may give the parent a new page, while the device still
-        # uses the old one. The child therefore does not inherit the mapping.
-        advise(address_of(self), len(self), getattr(mmap, "MADV_DONTFORK", -1))
-        self.inherited = False
+    def register(self, pinner: Pinner, device: Hashable, start: int) -> int:
+        """Register the piece that has byte ``start``, unless it is. Returns where it ends. A copy must not cross an
+        end.
+
+        A registration holds locks of the driver, longer the larger it is, and the copies into earlier pieces are made
+        meanwhile. Called by one thread at a time. Blocks; raises what ``pinner`` raises."""
+        number, address = start // _PIECE_BYTES, address_of(self)
+        first, end = number * _PIECE_BYTES, min((number + 1) * _PIECE_BYTES, len(self))
+        if self._pieces is None:
+            # On older kernels, the parent's next write after a fork may give the parent a new page, while the device
+            # still uses the old one. The child therefore does not inherit the mapping.
+            advise(address, len(self), getattr(mmap, "MADV_DONTFORK", -1))
+            self.inherited, self._pieces = False, {}
+            place(self, device)
+        if number not in self._pieces:
+            _touch(address + first, end - first)
+            self._pieces[number] = register(pinner, device, address + first, end - first)
+        return end
 
     @property
-    def pinned(self) -> bool:
-        return self._registration is not None
+    def registered_bytes(self) -> int:
+        numbers = [number for number, piece in list((self._pieces or {}).items()) if piece is not None]
+        return sum(min((number + 1) * _PIECE_BYTES, len(self)) - number * _PIECE_BYTES for number in numbers)
 
     def unused(self) -> bool:
-        if self._registration is not None and not self._registration.end():
-            return False
-        self._registration = None
+        pieces = self._pieces or {}
+        for number, piece in list(pieces.items()):
+            if piece is not None and not piece.end():
+                return False
+            del pieces[number]
         return True
 
     def __del__(self) -> None:
@@ -174,6 +191,14 @@ class Allocation:
     @property
     def address(self) -> int:
         return ctypes.addressof(self.array)
+
+    def register(self, start: int) -> int:
+        """Make byte ``start`` ready for copies from a device. Returns up to which byte it then is. Blocks, and raises
+        what the pinner of the arena raises. Called in the stager's thread."""
+        arena, memory = self._arena(), self._memory()
+        if arena is None or memory is None:
+            raise ClosedError("this staging memory was released")
+        return min(arena.register(memory, self.start + start) - self.start, self.nbytes)
 
     def release(self) -> None:
         """Drop the reference to the memory. It is reused once the last tensor or view over it is gone. Idempotent."""
@@ -261,13 +286,12 @@ class Arena:
         return lambda: offers.pop(key, None) and None
 
     def pin(self, pinner: Pinner, device: Hashable) -> None:
-        """Register every segment, including future ones, with ``pinner`` through ``device``. Blocks; raises what
-        ``pinner`` raises."""
-        with self._lock:
-            for segment in self._segments:
-                if not segment.memory.pinned:
-                    segment.memory.pin(pinner, device)
-            self._pinner = (pinner, device)  # only after success: the next stage tries again
+        """Let ``Allocation.register`` register memory with ``pinner`` through ``device``."""
+        self._pinner = (pinner, device)
+
+    def register(self, memory: MappedMemory, start: int) -> int:
+        """Register memory (``MappedMemory.register``), if it is to be."""
+        return len(memory) if self._pinner is None else memory.register(*self._pinner, start)
 
     def has_room(self, nbytes: int) -> bool:
         """Return whether ``nbytes`` (or the whole budget, if that is less) are free now. Takes offered memory back."""
@@ -317,13 +341,15 @@ class Arena:
             if self._leases or self._closed.is_set():
                 return False
             left, most = _missing(self._free_sizes(), map(whole_pages, sizes)), min(most, self.budget_bytes)
-            while left and self._pinner is None:
+            while left:
                 if busy():
                     return False
                 wanted = _segment_bytes(left, most - self._staying(), self._segment_bytes, _GROWTH_BYTES)
                 if self._reserved + wanted > most:
                     break
                 segment = _Segment(_map(wanted, self._backing), wanted, [(0, wanted)])
+                if self._pinner is not None:
+                    place(segment.memory, self._pinner[1])
                 whole = _touch_range(address_of(segment.memory), wanted, busy)
                 self._add(segment)
                 if not whole:  # the first copies into it fault the rest in
@@ -336,14 +362,13 @@ class Arena:
             self._lock.release()
 
     def trim_idle(self, most: int = 0) -> None:
-        """Unmap idle segments until at most ``most`` bytes are reserved. Does nothing if segments are registered with a
-        device, or while a stage waits for memory."""
+        """Unmap idle segments until at most ``most`` bytes are reserved. Does nothing while a stage waits for
+        memory."""
         if not self._lock.acquire(blocking=False):
             return
         try:
             self._drain()
-            if self._pinner is None:
-                self._drop_idle_segments(self._staying() - most)
+            self._drop_idle_segments(self._staying() - most)
         finally:
             self._lock.release()
 
@@ -373,7 +398,7 @@ class Arena:
 
     def statistics(self) -> ArenaStatistics:
         self._collect()
-        registered = sum(segment.nbytes for segment in list(self._segments) if segment.memory.pinned)
+        registered = sum(segment.memory.registered_bytes for segment in list(self._segments))
         registered += self._leaving if self._pinner is not None else 0
         return ArenaStatistics(
             self.budget_bytes,
@@ -539,17 +564,13 @@ class Arena:
             self._drop_idle_segments(excess)
         if self._reserved + wanted > self.budget_bytes:
             return None
-        if wanted >= _SEGMENT_LIMIT_BYTES:
-            raise ArenaExhaustedError(
-                f"{wanted} bytes of staging memory are needed in one piece; only less than 512 GiB can be registered"
-            )
         segment = _Segment(_map(wanted, self._backing), wanted)
-        begun = time.perf_counter()
-        # Before the first copy. Faults within a copy take longer, come one page at a time, and on the copying threads.
-        _touch(segment.memory, wanted)
-        self._touched_bytes_per_s = wanted / max(time.perf_counter() - begun, 1e-9)
-        if self._pinner is not None:
-            segment.memory.pin(*self._pinner)
+        if self._pinner is None:
+            begun = time.perf_counter()
+            # Before the first copy. Faults within a copy take longer, come one page at a time, and on the copying
+            # threads. Memory for a device is touched when it is registered.
+            _touch(address_of(segment.memory), wanted)
+            self._touched_bytes_per_s = wanted / max(time.perf_counter() - begun, 1e-9)
         segment.free = [(size, wanted)] if wanted > size else []
         self._add(segment)
         return segment, 0
@@ -719,9 +740,8 @@ def _map_memfd(nbytes: int) -> MappedMemory:
     return memory
 
 
-def _touch(memory: mmap.mmap, nbytes: int) -> None:
+def _touch(base: int, nbytes: int) -> None:
     """Fault all pages in, without the GIL. Large memory is divided among a few threads."""
-    base = address_of(memory)
     if nbytes <= 2 * _STEP_BYTES:  # a second thread would save some milliseconds and use twice the processor time
         _touch_range(base, nbytes)
         return

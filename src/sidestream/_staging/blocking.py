@@ -27,7 +27,8 @@ class BlockingAsyncStager:
     Args:
         cache_staged_state_dict: Keep the host memory from stage to stage, as in torch.
         type_check: Refuse values other than tensors, numbers, strings, bytes, dicts, lists and tuples, as in torch.
-        budget_bytes: The most host memory that is mapped at any time, in bytes. None: half of the machine's memory.
+        budget_bytes: The most host memory that is mapped at any time, in bytes. None: half of the machine's memory,
+            divided by ``LOCAL_WORLD_SIZE``, the number of ranks on the host, if that is set (torchrun sets it).
         timeout_s: The limit of each stage, in seconds.
 
     Raises:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from .._runtime.public import public
 from .._runtime.threads import Deadline
 from ..errors import InvalidOptionError, SidestreamError
-from .stager import AsyncStager, half_of_memory
+from .stager import AsyncStager, share_of_memory
 
 __all__ = ["borrow", "close_all", "give_back", "set_cache_bytes"]
 
 _DEFAULT_BYTES = 1 << 30
-_SHARE = 4  # of half of the memory
+_SHARE = 4  # of the default budget of a stager
 _MOST = 8
 _CLOSE_S = 1.0
 
@@ -69,7 +69,7 @@ class _Cache:
 
     def _most(self) -> int:
         if self.cache_bytes is None:
-            self.cache_bytes = min(_DEFAULT_BYTES, half_of_memory() // _SHARE)
+            self.cache_bytes = min(_DEFAULT_BYTES, share_of_memory() // _SHARE)
         return self.cache_bytes
 
 
@@ -80,12 +80,13 @@ _cache = _Cache()
 def set_cache_bytes(cache_bytes: int) -> None:
     """Set how much host memory saves without ``stager=`` may keep between them, all of them together.
 
-    Memory that is used again makes a save faster: it has been mapped and touched before. The default is 1 GiB, or an
-    eighth of the machine's memory if that is less; 0 keeps nothing. A save that needs more maps it for itself, and
-    unmaps it when it has ended. What no save has used for ten minutes is unmapped. A forked child begins with nothing.
+    Memory that is used again makes a save faster: it has been mapped, touched and registered with the device. The
+    default is 1 GiB, or a quarter of a stager's default ``budget_bytes`` if that is less; 0 keeps nothing. A save that
+    needs more maps it for itself, and unmaps it when it has ended. What no save has used for ten minutes is unmapped. A
+    forked child begins with nothing.
 
-    It concerns ``save`` and ``async_save`` of ``sidestream`` and of ``sidestream.blocking``, for states in host memory.
-    A ``Checkpointer`` and an ``AsyncStager`` have memory of their own, within ``budget_bytes``.
+    It concerns ``save`` and ``async_save`` of ``sidestream`` and of ``sidestream.blocking``. A ``Checkpointer`` and an
+    ``AsyncStager`` have memory of their own, within ``budget_bytes``.
 
     Args:
         cache_bytes: The bound, in bytes. Memory that exceeds it is unmapped soon.
@@ -109,10 +110,8 @@ def borrow(budget_bytes: int | None, *, shared: bool, timeout_s: float) -> Async
 
 def give_back(stager: AsyncStager, budget_bytes: int | None, *, shared: bool) -> bool:
     """Keep a stager that ``borrow`` has returned, and that has no stage in flight, for the next save. Returns False if
-    the caller has to close it: there is no room for it, or it has staged from a device."""
-    # Not after a device: memory that is registered is not unmapped in idle time (``trim_idle``), so the cache would
-    # keep more than its bound.
-    return not stager.has_device and _cache.put((budget_bytes, shared), stager)
+    the caller has to close it, because there is no room for it."""
+    return _cache.put((budget_bytes, shared), stager)
 
 
 @atexit.register

@@ -10,6 +10,7 @@ Sources are referred to until then. ``docs/gpu.md`` has the reasons and their or
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -40,9 +41,11 @@ from .image import Copy
 __all__ = ["DeviceEngine", "DeviceStage", "StageMode"]
 
 _SMALL_BYTES = 1 << 20
-_CHUNK_BYTES = (32 << 20, 512 << 20)
+_CHUNK_BYTES = 32 << 20
+_CHUNKS = 128  # of a large state: a launch blocks when some 1,000 operations are queued on a stream
 _SCRATCH_BYTES = 256 << 20
-_GAP_BYTES = 24 << 20
+_MANY = 256  # copies that are made one by one; of more, neighbours are gathered on the device
+_BETWEEN_BYTES = 64 << 10  # the most between neighbours
 _EVERY = 64
 _CONVERTED_BYTES = 8 << 20  # for each piece, in device memory that the next piece uses again
 _NAMED = 3  # keys in a message
@@ -50,7 +53,6 @@ _NAMED = 3  # keys in a message
 _GATHERED_AS_THEY_ARE = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32}
 )
-_CHUNKS = 350  # a launch blocks when some 1,000 operations are queued on a stream; each chunk comes with a gap
 
 
 @dataclass(slots=True)
@@ -68,6 +70,10 @@ class _Side:
     clones: dict[int, torch.Tensor]
     lazily: bool
     """Whether sources are still read after ``stage()`` has returned."""
+    chunk_bytes: int
+    """The most that is copied at once."""
+    gathers: bool
+    """Whether there are so many copies that neighbours are gathered."""
     small: Allocation | None = None
     begun: bool = False
     since_gap: int = 0
@@ -117,15 +123,35 @@ class DeviceStage:
         self.sides = {}
 
 
+@dataclass(slots=True)
+class _Run:
+    """Neighbours in an image whose sources are on one device. If there is more than one, they are gathered on the
+    device and copied together, and so are the bytes between them, which are undefined."""
+
+    copies: list[Copy]
+    between: list[Copy]
+    """Copies from host memory to places between them."""
+
+    @property
+    def start(self) -> int:
+        return self.copies[0].offset
+
+    @property
+    def end(self) -> int:
+        return self.copies[-1].offset + self.copies[-1].nbytes
+
+
 @dataclass(frozen=True, slots=True)
 class DevicePart:
     """The copies from one device into one image. They are complete when the event ``end`` has occurred and the copies
-    in ``scatter`` have been made."""
+    in ``scatter`` and ``between`` have been made."""
 
     stage: DeviceStage
     side: _Side
     end: Any
-    scatter: tuple[Copy, ...]
+    scatter: Sequence[Copy]
+    between: Sequence[tuple[int, ctypes.Array[ctypes.c_char]]]
+    """What lay in host memory, and its offsets."""
     lease: Allocation
 
 
@@ -144,7 +170,6 @@ class DeviceEngine:
         self.host: HostEngine = host or HostEngine()
         self._small_bytes = small_bytes
         self._chunk_bytes = chunk_bytes
-        self._streams: dict[Hashable, Any] = {}
         self._waiters: dict[Hashable, Threads] = {}
         self._lock = threading.Lock()
 
@@ -216,8 +241,13 @@ class DeviceEngine:
         covers it, if there is one."""
         sizes = {key: view.untyped_storage().nbytes() for key, view in views.items()}
         small = self._small(sizes)
-        large = [key for key in views if key not in small]
-        scratch, slots = self._gather({key: views[key] for key in small})
+        try:
+            scratch, slots = self._gather({key: views[key] for key in small})
+        except ArenaExhaustedError:
+            if mode == "eager":
+                raise
+            scratch, slots = [], {}  # the device is full: each is copied to the host when its turn comes
+        large = [key for key in views if key not in slots]
         clones = {}
         for key in large:
             if mode == "eager" or key in volatile:
@@ -230,10 +260,9 @@ class DeviceEngine:
         # After the copies on the device: this event means that small, volatile and cloned storages may change. Large
         # ones are still read by the side stream, until ``last``.
         ready = self.driver.record(current)
-        with self._lock:
-            if device not in self._streams:
-                self._streams[device] = self.driver.side_stream(device)
-        return _Side(device, self._streams[device], ready, scratch, slots, clones, len(clones) < len(large))
+        stream, lazily = self.driver.side_stream(device), len(clones) < len(large)
+        chunk_bytes = self._chunk_bytes or max(sum(sizes.values()) // _CHUNKS, _CHUNK_BYTES)
+        return _Side(device, stream, ready, scratch, slots, clones, lazily, chunk_bytes, len(large) > _MANY)
 
     def _small(self, sizes: dict[int, int]) -> set[int]:
         """Return the storages to coalesce: the smallest ones, up to ``_SCRATCH_BYTES`` together."""
@@ -289,8 +318,7 @@ class DeviceEngine:
         with failing(f"before copies from {device}", names):
             self.driver.enter(device)
         if (pinner := self.driver.pinner) is not None:
-            with failing("while registering host memory", names):
-                arena.pin(pinner, device)
+            arena.pin(pinner, device)
 
     def lease_scratch(self, stage: DeviceStage, lease: Callable[[int], Allocation]) -> None:
         """Lease host memory for the small tensors. Called before the stage leases any other memory."""
@@ -300,20 +328,23 @@ class DeviceEngine:
 
     def issue(
         self, stage: DeviceStage, copies: Iterable[Copy], lease: Allocation, *, pace: RateLimiter, stop: Stop
-    ) -> list[DevicePart]:
-        """Enqueue ``copies`` into ``lease``. The caller passes every returned part to ``watch`` or ``land``.
+    ) -> tuple[list[DevicePart], list[Copy]]:
+        """Enqueue those of the ``copies`` into ``lease`` whose sources are on devices. The caller passes every returned
+        part to ``watch`` or ``land``, and makes the returned copies, which are from host memory.
 
         When this raises, no copy into ``lease`` is in flight.
         """
-        by_device: dict[Hashable, list[Copy]] = {}
-        for copy in copies:
-            by_device.setdefault(self.driver.device_of(copy.source), []).append(copy)
+        runs, scatter, host = self._runs(stage, copies)
         parts: list[DevicePart] = []
         try:
-            for device, mine in by_device.items():
+            for device in runs.keys() | scatter.keys():
                 with failing(f"while enqueueing copies from {device}", stage.names):
                     self.driver.enter(device)
-                    parts.append(self._issue_side(stage, device, mine, lease, pace, stop))
+                    side = stage.sides[device]
+                    with self.driver.using(side.stream):
+                        between = self._issue_side(stage, side, runs.get(device, ()), lease, pace, stop)
+                    side.last = self.driver.record(side.stream)
+                    parts.append(DevicePart(stage, side, side.last, scatter.get(device, ()), between, lease))
         except BaseException:
             # The caller releases the lease next. Copies that were enqueued before the error still write into it, so
             # they are waited for.
@@ -321,55 +352,106 @@ class DeviceEngine:
                 with suppress(Exception):  # the first error has more information
                     self.driver.synchronize(self.driver.record(side.stream))
             raise
-        return parts
+        return parts, host
+
+    def _runs(
+        self, stage: DeviceStage, copies: Iterable[Copy]
+    ) -> tuple[dict[Hashable, list[_Run]], dict[Hashable, list[Copy]], list[Copy]]:
+        """Divide copies, which are sorted by offset, by their sources: on devices, in scratch memory of devices, and in
+        host memory."""
+        runs: dict[Hashable, list[_Run]] = {}
+        scatter: dict[Hashable, list[Copy]] = {}
+        host: list[Copy] = []
+        run: _Run | None = None  # may go on
+        its, between = None, list[Copy]()  # its device, and the copies from host memory behind it
+        for copy in copies:
+            device = self.driver.device_of(copy.source)
+            if device is None:
+                between.append(copy)
+                continue
+            side = stage.sides[device]
+            if storage_key(copy.source) in side.slots:
+                scatter.setdefault(device, []).append(copy)
+                if device != its:  # it may be moved to its place before the run has been copied
+                    run = None
+                continue
+            gathered = side.gathers and copy.nbytes <= side.chunk_bytes // 4
+            near = run is not None and device == its and copy.offset - run.end <= _BETWEEN_BYTES
+            if run is not None and near and gathered and copy.offset + copy.nbytes - run.start <= side.chunk_bytes:
+                run.copies.append(copy)
+                run.between += between
+            else:
+                host += between
+                run, its = _Run([copy], []), device
+                runs.setdefault(device, []).append(run)
+                if not gathered:
+                    run = None
+            between = []
+        return runs, scatter, host + between
 
     def _issue_side(
-        self, stage: DeviceStage, device: Hashable, copies: list[Copy], lease: Allocation, pace: RateLimiter, stop: Stop
-    ) -> DevicePart:
-        side = stage.sides[device]
-        chunk_bytes = self._chunk_bytes or _chunk_bytes(sum(copy.nbytes for copy in copies))
-        scatter = []
-        with self.driver.using(side.stream):
-            if not side.begun:
-                # Once for each stage and device. The side stream then runs behind the ready event, and the scratch
-                # travels first, because each image may need small tensors out of it.
-                side.begun = True
-                self.driver.wait(side.stream, side.ready)
-                position = 0
-                for scratch in side.scratch:
-                    assert side.small is not None
-                    self._copy(side, scratch, side.small, position, chunk_bytes, pace, stop)
-                    position += scratch.nbytes
-            for copy in copies:
-                if storage_key(copy.source) in side.slots:
-                    scatter.append(copy)
-                else:
-                    pieces = (copy,) if copy.dtype is None else pieces_in(copy, _CONVERTED_BYTES)
-                    with failing(f"while enqueueing a copy from {device}", partial(_names_of, stage, copy)):
-                        for piece in pieces:
-                            self._copy(side, self._source(side, piece), lease, piece.offset, chunk_bytes, pace, stop)
-        side.last = self.driver.record(side.stream)
-        return DevicePart(stage, side, side.last, tuple(scatter), lease)
+        self, stage: DeviceStage, side: _Side, runs: Iterable[_Run], lease: Allocation, pace: RateLimiter, stop: Stop
+    ) -> list[tuple[int, ctypes.Array[ctypes.c_char]]]:
+        """Enqueue copies on the side stream, which is the current one. Returns the contents of what is between them."""
+        if not side.begun:
+            # Once for each stage and device. The side stream then runs behind the ready event, and the scratch travels
+            # first, because each image may need small tensors out of it.
+            side.begun = True
+            self.driver.wait(side.stream, side.ready)
+            position = 0
+            for scratch in side.scratch:
+                assert side.small is not None
+                self._copy(stage, side, scratch, side.small, position, pace, stop)
+                position += scratch.nbytes
+        kept = []
+        for run in runs:
+            for copy in run.between:
+                content = (ctypes.c_char * copy.nbytes)()
+                self.host.copy(copy, ctypes.addressof(content), stop=stop)
+                kept.append((copy.offset, content))
+            whole = self._gathered(side, run) if len(run.copies) > 1 else None
+            if whole is not None:
+                self._copy(stage, side, whole, lease, run.start, pace, stop)
+                continue
+            for copy in run.copies:
+                pieces = (copy,) if copy.dtype is None else pieces_in(copy, _CONVERTED_BYTES)
+                with failing(f"while enqueueing a copy from {side.device}", partial(_names_of, stage, copy)):
+                    for piece in pieces:
+                        self._copy(stage, side, self._source(side, piece), lease, piece.offset, pace, stop)
+        return kept
+
+    def _gathered(self, side: _Side, run: _Run) -> torch.Tensor | None:
+        """Enqueue the copies of ``run`` to device memory. Returns None if the device has too little. The memory belongs
+        to the side stream, so the next run may have it at once."""
+        try:
+            pieces = [self._source(side, copy) for copy in paced(run.copies, _EVERY)]
+            return self.driver.laid_out(pieces, [copy.offset - run.start for copy in run.copies], run.end - run.start)
+        except ArenaExhaustedError:
+            return None
 
     def _copy(
         self,
+        stage: DeviceStage,
         side: _Side,
         raw: torch.Tensor,
         lease: Allocation,
         offset: int,
-        chunk_bytes: int,
         pace: RateLimiter,
         stop: Stop,
     ) -> None:
-        for start in range(0, raw.nbytes, chunk_bytes):
-            size = min(chunk_bytes, raw.nbytes - start)
-            pace.spend(size, stop)
+        start = 0
+        while start < raw.nbytes:
             stop.check()
+            with failing("while registering host memory", stage.names):
+                ready = lease.register(offset + start)
+            size = min(side.chunk_bytes, raw.nbytes - start, ready - offset - start)
+            pace.spend(size, stop)
             self.driver.copy(_host(lease, offset + start, size), raw[start : start + size])
+            start += size
             side.since_gap += size
-            # The copy engine prefers the stream that has a copy ready. Without gaps a copy of the training, such as
-            # that of ``loss.item()``, would wait for all copies of the stage.
-            if side.since_gap >= _GAP_BYTES or size == chunk_bytes:
+            # Without gaps a copy of the training, such as that of ``loss.item()``, would wait for all copies of the
+            # stage.
+            if side.since_gap >= side.chunk_bytes // 4 * 3:
                 self.driver.gap(side.device)
                 side.since_gap = 0
 
@@ -381,14 +463,27 @@ class DeviceEngine:
             tensor = _replica(tensor, clone.untyped_storage())
         if copy.dtype is not None:
             tensor, skip = elements_of(copy._replace(source=tensor))
-            check_extent(tensor.untyped_storage(), extent_bytes(tensor))
-            tensor, start = self.driver.converted(tensor, copy.dtype), skip * copy.dtype.itemsize
+            tensor, start = self._made(side, tensor, copy.dtype), skip * copy.dtype.itemsize
         elif start is None:
             tensor, start = rows_with(tensor, copy.skip, copy.nbytes)
-            check_extent(tensor.untyped_storage(), extent_bytes(tensor))
-            tensor = self.driver.contiguous(tensor)
+            tensor = self._made(side, tensor, None)
         check_extent(tensor.untyped_storage(), start + copy.nbytes)
         return _raw(tensor.untyped_storage(), start, copy.nbytes)
+
+    def _made(self, side: _Side, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        """Return the elements of ``tensor`` row by row, converted to ``dtype`` if there is one. They are on the device,
+        or in host memory if the device is full."""
+        check_extent(tensor.untyped_storage(), extent_bytes(tensor))
+        make = self.driver.contiguous if dtype is None else partial(self.driver.converted, dtype=dtype)
+        try:
+            return make(tensor)
+        except ArenaExhaustedError:
+            start = int(tensor.storage_offset()) * tensor.itemsize
+            raw = _raw(tensor.untyped_storage(), start, extent_bytes(tensor) - start)
+            content = torch.empty(raw.nbytes, dtype=torch.uint8)
+            self.driver.copy(content, raw)
+            self.driver.synchronize(self.driver.record(side.stream))
+            return make(_replica(tensor, content.untyped_storage(), 0))
 
     # --- one thread per device ---
 
@@ -432,6 +527,8 @@ class DeviceEngine:
             self.driver.synchronize(part.end)
             for copy in paced(part.scatter, _EVERY):
                 self._scatter(part, copy, stop)
+            for offset, content in paced(part.between, _EVERY):
+                move(ctypes.addressof(content), part.lease.address + offset, len(content))
         except BaseException as failure:
             error = translated(failure, f"while waiting for copies from {part.side.device}", part.stage.names)
         done(error)
@@ -497,11 +594,6 @@ def _names_of(stage: DeviceStage, copy: Copy) -> list[str]:
     return stage.names({storage_key(copy.source)})
 
 
-def _chunk_bytes(total: int) -> int:
-    low, high = _CHUNK_BYTES
-    return min(max(total // _CHUNKS, low), high)
-
-
 def _covers(tensor: torch.Tensor) -> bool:
     """Return whether the elements of ``tensor``, in order, are all the bytes of its storage."""
     plain = tensor.is_contiguous() and not lazy_bits(tensor)
@@ -514,10 +606,11 @@ def _raw(storage: torch.UntypedStorage, start: int = 0, nbytes: int | None = Non
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (count,), (1,))
 
 
-def _replica(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return the view that ``tensor`` is, over another storage with the same bytes."""
+def _replica(tensor: torch.Tensor, storage: torch.UntypedStorage, start: int | None = None) -> torch.Tensor:
+    """Return the view that ``tensor`` is, over another storage with the same bytes, or with those from its first
+    element on (``start=0``)."""
     view = torch.empty(0, dtype=tensor.dtype, device=storage.device)
-    view.set_(storage, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+    view.set_(storage, int(tensor.storage_offset()) if start is None else start, tensor.shape, tensor.stride())
     if tensor.is_conj():
         view = view.conj()
     return neg_view(view) if tensor.is_neg() else view

@@ -9,12 +9,13 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
-from .._runtime.torch_probes import copyable, empty_kernel
+from .._runtime.torch_probes import copy_all, copyable
 from ..errors import ArenaExhaustedError, UnsupportedTensorError
 from .registration import Pinner
 from .runtime import CudaRuntime
@@ -22,6 +23,11 @@ from .runtime import CudaRuntime
 __all__ = ["CudaDriver", "TorchDriver", "driver_for"]
 
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
+_streams: dict[Any, tuple[Any, Any]] = {}
+"""The streams of the process on each device, made once: torch gives the 32 streams of its pool to the program too, so
+one of them could be captured while it copies."""
+_streams_lock = threading.Lock()
 
 
 class TorchDriver:
@@ -51,7 +57,17 @@ class TorchDriver:
         return torch.accelerator.current_stream(device)
 
     def side_stream(self, device: Any) -> Any:
-        """Return a new stream that is not ordered with any other."""
+        """Return the stream on which all stages and loads of the process copy from and to ``device``."""
+        return self._streams(device)[0]
+
+    def _streams(self, device: Any) -> tuple[Any, Any]:
+        """Return the side stream of ``device``, and the stream that makes its pauses."""
+        with _streams_lock:
+            if device not in _streams:
+                _streams[device] = self._new_stream(device), self._new_stream(device)
+            return _streams[device]
+
+    def _new_stream(self, device: Any) -> Any:
         return torch.Stream(device)
 
     def using(self, stream: Any) -> AbstractContextManager[Any]:
@@ -74,6 +90,18 @@ class TorchDriver:
         """Block this thread until ``event`` occurs, without the GIL and without spinning. Raises errors of the
         device."""
         event.synchronize()
+
+    def has_occurred(self, event: Any) -> bool:
+        """Return whether ``event`` has occurred, without a wait."""
+        return bool(event.query())
+
+    def laid_out(self, pieces: Sequence[torch.Tensor], starts: Sequence[int], nbytes: int) -> torch.Tensor:
+        """Copy each of ``pieces`` (uint8, of one device) to one of ``starts`` in ``nbytes`` of new device memory, whose
+        other bytes are undefined. Raises ``ArenaExhaustedError`` if there is too little memory."""
+        with _device_memory(pieces[0].device, nbytes), torch.no_grad():
+            whole = torch.empty(nbytes, dtype=torch.uint8, device=pieces[0].device)
+            copy_all([whole[start : start + one.nbytes] for one, start in zip(pieces, starts, strict=True)], pieces)
+            return whole
 
     def gather(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
         """Join the bytes of ``sources`` (row-major, of one dtype and device) in new device memory, as uint8. Raises
@@ -102,8 +130,12 @@ class TorchDriver:
         copyable(target).copy_(copyable(source), non_blocking=True)
 
     def gap(self, device: Any) -> None:
-        """Enqueue a pause, in which the copy engine can serve other streams. Does nothing here: there is no general way
-        to make one."""
+        """Enqueue a pause on the side stream, in which the copy engine can serve other streams."""
+        # The copy engine prefers the stream that has a copy ready. The next copy is not ready before another stream has
+        # answered. A kernel would do as well, but it waits for a free multiprocessor.
+        stream, other = self._streams(device)
+        self.wait(other, self.record(stream))
+        self.wait(stream, self.record(other))
 
     @property
     def pinner(self) -> Pinner | None:
@@ -115,9 +147,7 @@ class TorchDriver:
 class CudaDriver(TorchDriver):
     """The operations of CUDA, with blocking events and registered host memory.
 
-    The gap is an empty kernel. The copy engine prefers the stream that has a copy ready, so chunks without a gap would
-    delay every ``loss.item()`` (torchrec #4303, #4689). Calls that may block for long are made without torch
-    (``runtime``).
+    Calls that may block for long are made without torch (``runtime``).
     """
 
     def __init__(self) -> None:
@@ -138,9 +168,9 @@ class CudaDriver(TorchDriver):
     def current_stream(self, device: Any) -> Any:
         return torch.cuda.current_stream(device)
 
-    def side_stream(self, device: Any) -> Any:
-        # High priority, so that the kernel of the gap does not wait for kernels that fill the device (torchrec #1076).
-        return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    def _new_stream(self, device: Any) -> Any:
+        # High priority, so that the kernels that gather do not wait behind those of the program (torchrec #1076).
+        return self._runtime.new_stream(device)
 
     def using(self, stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
@@ -154,31 +184,25 @@ class CudaDriver(TorchDriver):
     def synchronize(self, event: Any) -> None:
         self._runtime.synchronize(event)
 
-    def gap(self, device: Any) -> None:
-        # A kernel on a tensor would allocate memory for the side stream, which fails on a full device.
-        empty_kernel()
-
     @property
     def pinner(self) -> Pinner:
         return self
 
-    def register(self, device: Any, address: int, nbytes: int) -> None:
+    def register(self, device: Any, address: int, nbytes: int) -> bool:
         # In a thread of its own: a failure remains the last error of the thread, and its next kernel would raise it.
-        failed: list[Exception] = []
+        outcome: Future[bool] = Future()
         thread = threading.Thread(
-            target=self._register, args=(device, address, nbytes, failed), name="sidestream-register", daemon=True
+            target=self._register, args=(device, address, nbytes, outcome), name="sidestream-register", daemon=True
         )
         thread.start()
-        thread.join()
-        if failed:
-            raise failed[0]
+        return outcome.result()
 
-    def _register(self, device: Any, address: int, nbytes: int, failed: list[Exception]) -> None:
+    def _register(self, device: Any, address: int, nbytes: int, outcome: Future[bool]) -> None:
         try:
             self.enter(device)
-            self._runtime.register(address, nbytes)
+            outcome.set_result(self._runtime.register(address, nbytes))
         except Exception as error:  # the edge of the thread
-            failed.append(error)
+            outcome.set_exception(error)
 
     def unregister(self, device: Any, address: int) -> None:
         self.enter(device)

@@ -11,12 +11,13 @@ from typing import TypeAlias
 
 import torch
 
+from .._runtime.gil import memmove_holding_gil
 from .._runtime.rate import RateLimiter
 from .._runtime.threads import Stop, TorchThreads, pause_if_due
 from .._runtime.torch_probes import convert_all, copyable, extent_bytes, lazy_bits
 from ..errors import ClosedError, UnsupportedTensorError
 from .image import Copies, Copy
-from .small import copy_run, memmove_holding_gil
+from .small import copy_run
 
 __all__ = ["HostEngine", "check_extent", "elements_of", "memory_behind", "move", "pieces_in", "raw_start", "rows_with"]
 

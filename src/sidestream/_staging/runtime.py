@@ -6,6 +6,7 @@ does not export these names (ROCm), torch makes the calls.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ __all__ = ["CudaRuntime"]
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for every device of the process
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_CANNOT = {304, 801}  # cudaErrorOperatingSystem, cudaErrorNotSupported
+_NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered with the default stream
+_HIGH_PRIORITY = -1
 
 
 class CudaRuntime:
@@ -33,18 +37,33 @@ class CudaRuntime:
         else:
             self._check(self._library.cudaEventSynchronize(event.cuda_event), "cudaEventSynchronize")
 
-    def register(self, address: int, nbytes: int) -> None:
-        """Register memory. Raises ``ArenaExhaustedError`` if there is too little, ``DeviceError``."""
+    def new_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Return a new stream, which is never destroyed. Raises ``DeviceError``."""
+        if self._library is None:
+            return torch.cuda.Stream(device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
+        stream = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            code = self._library.cudaStreamCreateWithPriority(ctypes.byref(stream), _NON_BLOCKING, _HIGH_PRIORITY)
+            self._check(code, "cudaStreamCreateWithPriority")
+        assert stream.value is not None
+        return torch.cuda.ExternalStream(stream.value, device)  # type: ignore[no-untyped-call]
+
+    def register(self, address: int, nbytes: int) -> bool:
+        """Register memory. Returns False if this system cannot. Raises ``ArenaExhaustedError`` if there is too little
+        memory, ``DeviceError``."""
         library: Any = self._library or torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = int(library.cudaHostRegister(address, nbytes, _PORTABLE))
         try:
             self._check(code, f"cudaHostRegister of {nbytes} bytes")
         except DeviceError as error:
+            if code in _CANNOT:
+                return False
             if code != _OUT_OF_MEMORY:
                 raise
             raise ArenaExhaustedError(
                 f"{error}: lower budget_bytes=, or raise the memory limit of the container"
             ) from None
+        return True
 
     def unregister(self, address: int) -> None:
         """End a registration. Raises ``DeviceError``."""

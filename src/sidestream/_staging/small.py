@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import add, ge
 
 import torch
 
+from .._runtime.gil import move_small
 from .image import Columns, Copies
 
-__all__ = ["columns_of", "copy_run", "memmove_holding_gil", "move_small"]
+__all__ = ["columns_of", "copy_run"]
 
 _SMALL_BYTES = 64 << 10
 _RUN_COPIES = 128
@@ -19,12 +18,6 @@ _RUN_BYTES = 1 << 20  # 0.1 ms, during which the GIL is held
 _LEAST_COPIES = 4
 _STORAGE, _BYTES = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
 _ADDRESS = torch.UntypedStorage.data_ptr
-
-memmove_holding_gil = ctypes.PyDLL(None).memmove
-"""``memmove`` that keeps the GIL. To get the GIL back from a busy thread takes up to a switch interval (5 ms), which is
-too much for each of 10,000 small tensors."""
-memmove_holding_gil.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-memmove_holding_gil.restype = None
 
 
 def columns_of(
@@ -61,8 +54,3 @@ def copy_run(copies: Copies, first: int, last: int, base: int) -> bool:
     targets = map(base.__add__, columns.offsets[first:last])
     move_small(sources, targets, sizes)
     return True
-
-
-def move_small(sources: Iterable[int], targets: Iterable[int], sizes: Iterable[int]) -> None:
-    """Copy memory between addresses. The GIL is held until all of it has been copied."""
-    deque(map(memmove_holding_gil, targets, sources, sizes), maxlen=0)

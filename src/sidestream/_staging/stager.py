@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import islice, takewhile
 from operator import attrgetter
@@ -38,7 +38,7 @@ from ..errors import (
 from ..options import WhenFull, check_choice, check_count, check_timeout
 from .arena import PAGE_BYTES, Allocation, Arena, ArenaStatistics, Backing, MappedMemory, whole_pages
 from .captured import Captured, capture
-from .device import DeviceEngine, StageMode, failing
+from .device import DeviceEngine, StageMode
 from .drain import Drain
 from .driver import driver_for
 from .future import Copied, StagingFuture, raise_first
@@ -49,7 +49,7 @@ from .plans import PlanCache
 from .stage import ImagePlan, Staging, clean, given_up, guard, wait_until_read
 from .tree import StagedState, StagePlan, plan_stage
 
-__all__ = ["AsyncStager", "half_of_memory"]
+__all__ = ["AsyncStager", "share_of_memory"]
 
 _GRACE_S = 5.0
 _STOPPED_S = 1.0
@@ -70,7 +70,8 @@ class AsyncStager:
     A forked child cannot use it: its calls raise ``ForkedProcessError`` there.
 
     Args:
-        budget_bytes: The most host memory that is mapped at any time, in bytes. None: half of the machine's memory.
+        budget_bytes: The most host memory that is mapped at any time, in bytes. None: half of the machine's memory,
+            divided by ``LOCAL_WORLD_SIZE``, the number of ranks on the host, if that is set (torchrun sets it).
         mode: When tensors are copied. With ``"lazy"`` copies continue after ``stage()`` has returned, and the sources
             must not change before ``synchronize_staging()``, ``fence()`` or ``guard()``; a source that changes earlier
             has undefined contents in the copy, that tensor alone. With ``"eager"`` the sources may change when
@@ -115,7 +116,7 @@ class AsyncStager:
         self._timeout_s = timeout_s
         self._host = engine if isinstance(engine, HostEngine) else engine.host if engine else HostEngine()
         self._device = engine if isinstance(engine, DeviceEngine) else None
-        self._arena = Arena(half_of_memory() if budget_bytes is None else budget_bytes, backing=backing)
+        self._arena = Arena(share_of_memory() if budget_bytes is None else budget_bytes, backing=backing)
         self._plans = PlanCache()
         self._idle = IdleMemory(self._arena)
         self._threads = TorchThreads("sidestream-stage", 1, self._idle)
@@ -294,11 +295,6 @@ class AsyncStager:
         return self._prewarm(nbytes, tensors)
 
     @property
-    def has_device(self) -> bool:
-        """True if a tensor was staged from a device."""
-        return self._device is not None
-
-    @property
     def wanted_bytes(self) -> int:
         """The memory that the stager has, or will have when it has grown to the size of the state that it saves, in
         bytes."""
@@ -319,6 +315,8 @@ class AsyncStager:
         self._threads.submit(self._arena.close)
         self._threads.close()
         self._host.close()
+        if self._device is not None:
+            self._device.close()
 
     def shared_memory(self) -> list[MappedMemory]:
         """Return all of its memory that exists now and that another process can be handed."""
@@ -633,7 +631,6 @@ class AsyncStager:
         if staging.device is not None and self._device is not None:
             device = next(iter(staging.device.sides), None)
             if device is not None:
-                # Before the first lease: from here on every segment is registered when it is mapped.
                 self._device.pin(self._arena, device, staging.device.names)
         self._lease_scratch(staging, [layout.nbytes for layout in plan.images])
         left: deque[_Image] = deque(zip(plan.images, staging.images, strict=True))
@@ -718,20 +715,18 @@ class AsyncStager:
     def _lease(self, staging: Staging[Any], nbytes: int, coming: Callable[[], Iterable[int]]) -> Allocation:
         # The free memory may be fragmented. With "skip" and "fail" a stage does not wait for its first image either.
         refuse = self._when_full in ("skip", "fail") and not staging.committed
-        device = staging.device
         # Read by ``wait_until_read`` in another thread: a fence that ends at its deadline says whether the stage had
         # found no memory, or was only slow.
         staging.waiting = True
         try:
-            with nullcontext() if device is None else failing("while registering host memory", device.names):
-                lease = self._arena.lease(
-                    nbytes,
-                    deadline=staging.deadline,
-                    stop=staging.stop,
-                    coming=coming,
-                    at_once=refuse,
-                    drain=staging.drain,
-                )
+            lease = self._arena.lease(
+                nbytes,
+                deadline=staging.deadline,
+                stop=staging.stop,
+                coming=coming,
+                at_once=refuse,
+                drain=staging.drain,
+            )
         except ArenaExhaustedError as error:
             if refuse:
                 raise self._full(nbytes) from error
@@ -746,10 +741,8 @@ class AsyncStager:
         engine, lease = self._device, image.lease()
         host: Sequence[Copy] = layout.copies
         if staging.device is not None and engine is not None:
-            where = engine.driver.device_of
-            host = [copy for copy in layout.copies if where(copy.source) is None]
-            mine = [copy for copy in layout.copies if where(copy.source) is not None]
-            for part in engine.issue(staging.device, mine, lease, pace=staging.pace, stop=staging.stop):
+            parts, host = engine.issue(staging.device, layout.copies, lease, pace=staging.pace, stop=staging.stop)
+            for part in parts:
                 engine.watch(part, staging.stop, staging.part(image))
         advance = image.advance if len(host) == len(layout.copies) else _ignore
         self._host.fill(host, lease.address, advance=advance, pace=staging.pace, stop=staging.stop)
@@ -770,7 +763,10 @@ class AsyncStager:
                 assert self._device is not None
                 self._device.pin(self._arena, self._device.driver.device_of(tensor))
             if nbytes:
-                self._arena.lease(nbytes, deadline=deadline, stop=Stop()).release()
+                lease, ready = self._arena.lease(nbytes, deadline=deadline, stop=Stop()), 0
+                while ready < nbytes:
+                    ready = lease.register(ready)
+                lease.release()
         except BaseException as error:
             warmed.set_exception(clean(error, "the stager's thread"))
         else:
@@ -814,10 +810,14 @@ def _deliver(staging: Staging[StagePlan], future: StagingFuture[StagedState]) ->
         image.release()
 
 
-def half_of_memory() -> int:
-    """Return half of the machine's memory, or of the limit of the control group if that is less."""
+def share_of_memory() -> int:
+    """Return half of the machine's memory, or of the limit of the control group if that is less. Ranks of one host
+    divide it among them, because each has a stager of its own."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):
             limits.append(int(Path("/sys/fs/cgroup", name).read_text()))
-    return min(limits) // 2
+    ranks = 1
+    with suppress(ValueError):
+        ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "")))
+    return min(limits) // 2 // ranks

@@ -19,6 +19,7 @@ from .._runtime.threads import doing, io_threads
 from ..errors import DeviceError, GraphCaptureError, InvalidOptionError
 from .device import translated
 from .driver import TorchDriver, driver_for
+from .ring import Slot, drop_later, take_slot
 
 __all__ = ["Streams", "current_streams", "streams_of"]
 
@@ -45,6 +46,45 @@ class Streams:
                 driver.enter(device)
                 stack.enter_context(driver.using(stream))
             yield
+
+    def slot(self, sizes: Sequence[int]) -> tuple[Slot, list[int]]:
+        """Return host memory for pieces of ``sizes`` that are copied to the only device, and where each of them
+        begins."""
+        ((driver, device, _),) = self.sides
+        with _failing("", self.devices):
+            return take_slot(sizes, driver, device)
+
+    def drop_slots_later(self) -> None:
+        """Unmap the slots if no load uses them for a minute. Called on the loop of operations."""
+        drop_later()
+
+    def give_back(self, slot: Slot) -> None:
+        """Give a slot back, from which all copies have been enqueued on the only stream."""
+        ((driver, device, stream),) = self.sides
+        slot.give_back(driver, device, driver.record(stream))
+
+    def of(self, device: Hashable) -> Streams:
+        """Return the one of these streams that is on ``device``."""
+        return Streams([side for side in self.sides if side[1] == device])
+
+    def apart(self) -> Streams:
+        """Return the side streams of the process on the same devices, for work that comes after what is enqueued on
+        these so far."""
+        with _failing("", self.devices):
+            sides = []
+            for driver, device, stream in self.sides:
+                driver.enter(device)
+                own = driver.side_stream(device)
+                driver.wait(own, driver.record(stream))
+                sides.append((driver, device, own))
+            return Streams(sides)
+
+    def join(self, others: Streams) -> None:
+        """Make these streams wait for what is enqueued on ``others`` so far. Does not block the host."""
+        with _failing("", self.devices):
+            for (driver, device, stream), (_, _, other) in zip(self.sides, others.sides, strict=True):
+                driver.enter(device)
+                driver.wait(stream, driver.record(other))
 
     def finish(self) -> None:
         """Wait for the work that was enqueued on these streams so far. Then every other stream may use its results too.

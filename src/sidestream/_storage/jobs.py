@@ -167,12 +167,14 @@ def _nothing(item: object, stop: Stop) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """The reads for one batch: ``ranges`` of ``file``. ``scratch`` is memory that is free when they have been read."""
+    """The reads for one batch: ``ranges`` of ``file``. ``scratch`` is memory that is free when they have been read.
+    ``arrived`` is called in a thread when all of them have been read and verified."""
 
     file: str
     ranges: list[ReadRange]
     nbytes: int
     scratch: Memory
+    arrived: Callable[[], None] | None = None
 
 
 @dataclass(slots=True)
@@ -213,6 +215,9 @@ class Batches(Generic[T]):
         nbytes = 0
         with self.noting(batch):
             self._files.read(reads.file, reads.ranges, stop)
+            if reads.arrived is not None:
+                stop.check()  # a thread that returns from a read that has hung must not write after its load has ended
+                reads.arrived()
             nbytes = reads.nbytes
         # Not after an error: a thread may hang in a read, and still write into this memory. It is freed with the last
         # reference.
@@ -227,6 +232,8 @@ class Batches(Generic[T]):
         reads = await io_threads().run(self._reads, batch)
         with self.noting(batch):
             await self.source.read(reads.file, reads.ranges)
+            if reads.arrived is not None:
+                await io_threads().run(reads.arrived)
             self.nbytes += reads.nbytes
         self.scratch.give_back(reads.scratch)
         if self.progress is not None:
