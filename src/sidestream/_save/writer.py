@@ -2,7 +2,8 @@
 it writes.
 
 A thread of the save takes each staged window when it is filled, and releases its memory when it is written. The thread
-never waits for the event loop. So code on the loop may block at the fence while a later stage waits for that memory.
+never waits for the caller's event loop. So code on that loop may block at the fence while a later stage waits for the
+memory.
 """
 
 from __future__ import annotations
@@ -13,20 +14,16 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from .._engine.calls import call_from_thread
 from .._format.shard import BlockSums, ShardLayout
 from .._layout.save_layout import PlannedFiles
-from .._runtime.caller import cancel_if_interrupted
 from .._runtime.threads import (
     Deadline,
     Stop,
     ThreadFuture,
-    release_in_background,
     result_of,
-    time_limit,
     write_threads,
 )
 from .._staging import AsyncStager, Captured, SnapshotReader, Staging, borrow, give_back
@@ -34,8 +31,6 @@ from .._storage import Body, BytesBody, ShardBody
 from ..errors import (
     ClosedError,
     DeadlineExceededError,
-    SaveAbortedError,
-    SidestreamError,
     SkippedError,
 )
 from ..events import observed
@@ -47,25 +42,10 @@ __all__ = ["LiveWriter", "Stage", "write_files"]
 
 
 _GRACE_S = 5.0
-_CLEAN_UP_S = 60.0
-
-
-class _Launch:
-    """The report to the writing thread, through ``succeeded``, whether the stage was launched.
-
-    An interrupt may end the launching thread between any two instructions. So the queue takes no lock, and an object
-    that is freed without a report reports a failure.
-    """
-
-    def __init__(self) -> None:
-        self.succeeded: SimpleQueue[bool] = SimpleQueue()
-
-    def __del__(self) -> None:
-        self.succeeded.put(False)
 
 
 class LiveWriter:
-    """A launched stage and the thread that writes it. ``finish`` is called in that thread at the end."""
+    """A launched stage, and the thread that writes it. ``finish`` is called in that thread at the end."""
 
     def __init__(
         self,
@@ -81,29 +61,11 @@ class LiveWriter:
         if not save.reads_files:
             self._files_read.set_result(None)
         self._stop = Stop()
-        self._written = self._launched = False
-        self._withdrawn = False  # the caller was interrupted and will not await this save
-        self._done: Future[Any] | None = None
-        # Before the launch: starting a thread releases the GIL, and the stager's thread would then keep it for a while.
-        launch = _Launch()
+        self._written = False
         self._threads = write_threads()
-        try:
-            self._done = self._threads.submit(self._work, launch.succeeded)
-            stage.launch(save, layout)
-            self._launched = True
-            save.lifecycle.will_start()  # the writing thread calls the observers
-            # The hand-over to the caller. In a blocking call this code runs in the calling thread, where
-            # ``KeyboardInterrupt`` may come between any two instructions. Before this line the ``except`` clause below
-            # ends the save. After it the object is on the list of the call, which cancels it if the call never
-            # returns a result.
-            cancel_if_interrupted(self.cancel)
-            # Only now may the thread write: a save whose caller was interrupted before this line leaves nothing on
-            # storage.
-            launch.succeeded.put(True)
-        except BaseException:  # also one that a signal handler raises
-            launch.succeeded.put(False)
-            self.cancel()
-            raise
+        self._done: Future[Any] | None = None
+        stage.launch(save, layout)
+        save.lifecycle.will_start()  # the writing thread calls the observers
 
     def pass_on(self, staged: Future[None]) -> None:
         # The sidecar files are sources too. If they cannot be read, the save resolves ``staged`` when it fails.
@@ -127,7 +89,7 @@ class LiveWriter:
             lifecycle.emit_queued()
 
     async def ended(self) -> Any:
-        assert self._done is not None
+        self._done = self._threads.submit(self._work)
         try:
             # A stop has to reach the stager's thread as well: it may be copying, or waiting for memory that only this
             # save would give back. It also ends the wait of ``Stage.plan`` in a group, which does not look at ``stop``.
@@ -171,46 +133,11 @@ class LiveWriter:
         self._stop.set()
         self._stage.cancel()
 
-    def cancel(self) -> None:
-        """End a save whose caller was interrupted and will not await it, and remove what it wrote. Called in the
-        launching thread; does not wait."""
-        self._withdrawn = True
-        self.interrupt()
-        if self._done is None or not self._launched:
-            self._report_interrupt()
-            return
-        # Two threads may find that they have to discard. The writing thread looks at ``_withdrawn`` when it ends, and
-        # this callback runs when it has ended. If the flag was set after that look, only the callback discards.
-        # ``_discard`` may run twice.
-        self._done.add_done_callback(lambda _: release_in_background(self._discard, "sidestream-abandoned"))
-
-    def _report_interrupt(self) -> None:
-        self._save.lifecycle.failed(SaveAbortedError("the caller was interrupted"), self._save.outcome)
-
-    def _close_own(self) -> None:
-        if self._stage.own is not None:
-            with suppress(SidestreamError):  # a device may hang; the log names the remaining files
-                self._stage.own.close_by(Deadline.after(_GRACE_S))
-
     # --- the thread ---
 
-    def _work(self, launched: SimpleQueue[bool]) -> Any:
-        save = self._save
-        try:
-            if not launched.get(timeout=save.deadline.remaining_s()):
-                return None
-        except Empty:
-            raise save.deadline.exceeded("launching the copies") from None
-        try:
-            save.lifecycle.emit_queued()
-            with time_limit(save.deadline):
-                return self._save_here()
-        finally:
-            if self._withdrawn:
-                self._discard()
-
-    def _save_here(self) -> Any:
+    def _work(self) -> Any:
         save, stage, stop = self._save, self._stage, self._stop
+        save.lifecycle.emit_queued()
         if save.reads_files:
             call_from_thread(save.read_files, save.deadline)
             self._files_read.set_result(None)
@@ -226,18 +153,6 @@ class LiveWriter:
         self._written = True
         save.lifecycle.staged()  # if ``pass_on`` was not called yet
         return self._finish(plan, stage.written(), stop)
-
-    def _discard(self) -> None:
-        """End a save whose caller was interrupted: remove what it wrote, or, if it has committed all the same, what it
-        has replaced, and free its memory. Called in a thread when the save has ended."""
-        transaction = self._save.transaction
-        with time_limit(Deadline.after(_CLEAN_UP_S)):
-            if transaction.outcome == "absent":
-                transaction.discard()
-            elif transaction.has_replaced:
-                transaction.discard_replaced()
-        self._report_interrupt()
-        self._close_own()
 
 
 def write_files(save: Save, files: Iterable[tuple[str, Body]], stop: Stop) -> None:
