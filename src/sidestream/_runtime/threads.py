@@ -351,7 +351,6 @@ class Threads(Executor):
         fn: Callable[[*Ts], T],
         *args: *Ts,
         stop: Stop | None = None,
-        idle: bool = False,
     ) -> T:
         """Run ``fn`` in a thread and return its result. When this returns or raises, the thread has left ``fn``.
 
@@ -363,12 +362,11 @@ class Threads(Executor):
         error is marked (``mark_stuck``). So that this is safe, ``fn`` must own what it uses: it opens and closes its
         own descriptors and holds its own references.
 
-        While it waits, a busy loop gives turns to the thread (``gil.py``). With ``idle=True`` it does not: for work
-        that sleeps until something happens.
+        While it waits, a busy loop gives turns to the thread (``gil.py``).
         """
         work = _Work(f"{fn.__name__.strip('_')}()")
         future = self.submit(lambda: _within(work, fn, *args))
-        return await self.wait(future, work, stop=stop, idle=idle)
+        return await self.wait(future, work, stop=stop)
 
     async def wait(
         self,
@@ -376,11 +374,9 @@ class Threads(Executor):
         work: object,
         *,
         stop: Stop | None = None,
-        idle: bool = False,
     ) -> T:
         """Wait for work that was submitted before, as ``run`` does. ``str(work)`` names it in errors."""
-        if not idle:
-            give_turns(future)
+        give_turns(future)
         wakeup = Wakeup(future)
         cancelled: asyncio.CancelledError | None = None
         expired = False

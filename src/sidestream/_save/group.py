@@ -13,6 +13,7 @@ from typing import Any
 from .._group import Operation, Stopped, has_ended
 from .._runtime.threads import Deadline, Stop, ThreadFuture, io_threads, pause_point, report, time_limit
 from ..errors import NotDurableError, OutcomeUnknownError, RankFailuresError, SidestreamError
+from ..events import SaveContext
 from ..options import Outcome
 from .lifecycle import Lifecycle
 from .operation import (
@@ -43,7 +44,7 @@ class FailedSave:
     progress: SaveProgress = field(default_factory=SaveProgress)
 
     async def run(self, staged: Future[None]) -> SaveInfo:
-        lifecycle = Lifecycle.of_rank(self.url, self.operation)
+        lifecycle = Lifecycle(SaveContext("save", self.url, rank=self.operation.rank, world=self.operation.world))
         await report(lifecycle.started)
         verdict = await self.operation.failed(self.error)
         await report(lifecycle.failed, verdict, "absent")
