@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from .._group import Deadline, Operation, prepare_together, stoppable
+from .._group import Operation, prepare_together, stoppable
 from .._runtime.caller import context_of_caller, run_by_caller
 from .._runtime.tasks import running_loop, runs_in_trio
-from .._runtime.threads import ThreadFuture, Wakeup, report, time_limit
+from .._runtime.threads import Deadline, ThreadFuture, Wakeup, report, time_limit
 from .._runtime.unretrieved import UnretrievedErrors, raise_all
 from .._save.api import (
     LiveWriter,
