@@ -117,21 +117,6 @@ async def test_a_busy_loop_naps_while_a_thread_works_for_it_and_not_afterwards()
         threads.close()
 
 
-async def test_what_only_sleeps_is_given_no_turns() -> None:
-    threads, ended = Threads("test-turns", 1), threading.Event()
-    try:
-        await until_none_is_planned()
-        task = asyncio.ensure_future(threads.run(ended.wait, idle=True))
-        for _ in range(100):
-            await asyncio.sleep(0)
-            assert not planned()
-        ended.set()
-        assert await task
-    finally:
-        ended.set()
-        threads.close()
-
-
 async def test_a_thread_that_is_left_behind_is_given_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_threads, "_GRACE_S", 0.01)
     threads, ended = Threads("test-turns", 1), threading.Event()

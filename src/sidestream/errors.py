@@ -270,7 +270,7 @@ class AccessDeniedError(StorageError, PermissionError):
 
 
 class SaveAbortedError(SidestreamError, RuntimeError):
-    """A save or load was given up: by DCP, or because its caller was interrupted. Nothing became visible."""
+    """A save or load was given up by DCP. Nothing became visible."""
 
 
 class NotDurableError(SidestreamError, OSError):

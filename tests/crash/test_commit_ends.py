@@ -133,7 +133,7 @@ def test_an_interrupt_beside_the_commit_tells_observers_its_outcome(
     if overwrite:
         blocking.save(state(1.0), tmp_path / "t")
     monkeypatch.setattr(local, "publish", slow)
-    monkeypatch.setattr(writer.Stage, "wait_if_eager", interrupt)
+    monkeypatch.setattr(writer.LiveWriter, "wait_if_eager", interrupt)
     with observe(note):
         with pytest.raises(KeyboardInterrupt):
             threading.Timer(0.2, interrupted.set).start()

@@ -27,7 +27,7 @@ from sidestream._format.manifest import parse_manifest, write_manifest
 from sidestream._format.records import Chunk, Manifest, TensorEntry
 from sidestream._format.validate import validate
 from sidestream._runtime import threads
-from sidestream._runtime.threads import in_background
+from sidestream._runtime.threads import Threads
 
 COUNT = 10_000
 
@@ -83,9 +83,9 @@ def test_others_get_their_turns(rests: list[None]) -> None:
         "header": lambda: parse_header(header, 0, 64 * COUNT, "f"),
         "headers": lambda: manifest_of_headers({"f": slices}, None),
     }
-    turns = {}
+    pool, turns = Threads("decode", 1), {}
     for name, work in works.items():
         rests.clear()
-        in_background(work, "decode").result()
+        pool.submit(work).result()
         turns[name] = len(rests)
     assert min(turns.values()) > 20, turns

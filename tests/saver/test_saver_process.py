@@ -486,11 +486,11 @@ async def test_a_cancel_that_is_sent_late_does_not_end_it(
     link, order, transaction = await ready(tmp_path)
     (pid,) = children()
     stop = Stop()
-    send_all, stuck = link.send_all, []
+    send, stuck = link.send, []
 
     def looked(messages: Any) -> None:
         stuck.append(link._is_stuck())  # as the thread of the link may, during any call
-        send_all(messages)
+        send(messages)
 
     def files() -> Iterator[tuple[str, Body]]:
         yield "one", BytesBody(b"1")
@@ -498,7 +498,7 @@ async def test_a_cancel_that_is_sent_late_does_not_end_it(
         time.sleep(1)
         yield "two", BytesBody(b"2")
 
-    monkeypatch.setattr(link, "send_all", looked)
+    monkeypatch.setattr(link, "send", looked)
     transaction.write(())
     with pytest.raises(ClosedError):
         Job(order, files(), stop).run(transaction, lambda: link, 0)

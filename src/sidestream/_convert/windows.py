@@ -139,7 +139,7 @@ class Windows:
             self._spare.clear()
         # Unmapping is done by a thread of its own. A conversion that follows at once would otherwise map its windows
         # while these still count against the memory of the machine.
-        await threads.run(wait_unmapped, Deadline.after(_UNMAPPED_S), idle=True)
+        await threads.run(wait_unmapped, Deadline.after(_UNMAPPED_S))
 
     async def _fill_all(self, parts: Sequence[_Part]) -> None:
         for part in parts:

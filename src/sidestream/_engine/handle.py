@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
+from .._runtime.caller import cancel_if_interrupted
 from .._runtime.gil import give_turns
 from .._runtime.tasks import check_no_running_loop, running_loop
 from .._runtime.threads import ThreadFuture, Wakeup, io_threads
@@ -221,6 +222,7 @@ class Pending(Waitable[T]):
 
     def _start(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
         """Run ``work`` on the operation loop. May be called in any thread."""
+        cancel_if_interrupted(self.cancel)
         self.give_turns()
         operation_loop().start(partial(self._run, work), self._what)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from .calls import prepare_together, run_together, stoppable
-from .operation import Deadline, Operation, Stopped
+from .operation import Operation, Stopped
 from .process import has_ended, this_process
 from .rendezvous import Member, deadline_of, group_of
 
 __all__ = [
-    "Deadline",
     "Member",
     "Operation",
     "Stopped",

@@ -24,12 +24,12 @@ from functools import partial
 from typing import Any
 
 from .._runtime.tasks import create_owned_task
-from .._runtime.threads import io_threads
+from .._runtime.threads import Deadline, io_threads
 from .._runtime.torch_probes import group_store
 from ..errors import InvalidOptionError, SidestreamError
 from ..options import RANK_WAIT_S, GroupChoice, check_seconds
 from .connections import Connection, GroupMessage, GroupMessageKind, close_in_children
-from .operation import Deadline, Operation, RankGroup
+from .operation import Operation, RankGroup
 from .rank_group import OtherRank, Rank0
 
 __all__ = ["Member", "deadline_of", "group_of"]

@@ -19,18 +19,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from .._group import Deadline, Operation, prepare_together, stoppable
+from .._group import Operation, prepare_together, stoppable
 from .._runtime.caller import context_of_caller, run_by_caller
 from .._runtime.tasks import running_loop, runs_in_trio
-from .._runtime.threads import ThreadFuture, Wakeup, report, time_limit
+from .._runtime.threads import Deadline, ThreadFuture, Wakeup, report, time_limit
 from .._runtime.unretrieved import UnretrievedErrors, raise_all
 from .._save.api import (
+    LiveWriter,
     PendingSave,
     SaveInfo,
     SaveProgress,
     SaveRequest,
     SaveWork,
-    Stage,
     prewarm,
 )
 from .._save.group import FailedSave
@@ -313,8 +313,8 @@ class GroupQueueEntry(QueueEntry):
 
 
 class QueuedSave:
-    """The work of one save of a run, with its ``stage``. It waits in the queue and calls ``launch``. It has a lease
-    while it writes, so that no process deletes its attempt as abandoned. ``stage`` is None if the state is captured
+    """The work of one save of a run, with its ``writer``. It waits in the queue and calls ``launch``. It has a lease
+    while it writes, so that no process deletes its attempt as abandoned. ``writer`` is None if the state is captured
     when the turn of the save comes."""
 
     def __init__(
@@ -322,14 +322,14 @@ class QueuedSave:
         run: str,
         step: int,
         entry: QueueEntry,
-        stage: Stage | None,
-        launch: Callable[[Stage | None], Awaitable[Started]],
+        writer: LiveWriter | None,
+        launch: Callable[[LiveWriter | None], Awaitable[Started]],
     ) -> None:
         # The first generation, because the true one is only known when the save begins.
         self._save = SaveContext("save", f"{run}/{step_name(step, 1)}", run=run, step=step)
         self._entry = entry
-        self._stage = stage
-        self._launch: Callable[[Stage | None], Awaitable[Started]] | None = launch
+        self._writer = writer
+        self._launch: Callable[[LiveWriter | None], Awaitable[Started]] | None = launch
         self._work: SaveWork | None = None
         self._lease: Lease | None = None
 
@@ -354,14 +354,14 @@ class QueuedSave:
                 if isinstance(error, SkippedError):
                     await report(emit, SaveSkipped(self._save, str(error)))
                 raise error
-            self._work, self._lease = await launch(self._stage)
+            self._work, self._lease = await launch(self._writer)
             del launch
-            self._stage = None
+            self._writer = None
             self._entry.mark_begun()
             return await self._work.run(staged)
         finally:
-            if self._stage is not None:
-                self._stage.cancel()
+            if self._writer is not None:
+                self._writer.cancel()
             try:
                 if self._lease is not None:
                     await self._lease.release()
@@ -503,7 +503,7 @@ class Saves:
             )
         # A signal may end this anywhere. Then the entry has to leave the queue, or its slot would be lost.
         context = context_of_caller("when_full='latest'") if when_full == "latest" else copy_context()
-        stage: Stage | None = None
+        writer: LiveWriter | None = None
         pending: PendingSave | None = None
         try:
             entry.join()
@@ -515,19 +515,19 @@ class Saves:
             # that waits at the fence for this one.
             later = when_full == "latest" and not entry.begins
             if not later and not entry.is_refused:
-                stage = request.prepare(operation)
+                writer = request.prepare(operation)
             launch = partial(self._launch, request, entry, operation, step)
-            work = QueuedSave(self._run.url, step, entry, stage, launch)
+            work = QueuedSave(self._run.url, step, entry, writer, launch)
             if self._run.leads:
                 self._exports.delete_after(request.exports)
             pending = context.run(PendingSave, work, request.exports)
             self._watch_over(pending, step)
-            if stage is not None:
-                stage.wait_if_eager()
+            if writer is not None:
+                writer.wait_if_eager()
         except BaseException:
             entry.release() if pending is None else pending.cancel()
-            if stage is not None:
-                stage.cancel()
+            if writer is not None:
+                writer.cancel()
             raise
         return pending
 
@@ -536,7 +536,7 @@ class Saves:
             return await self._generations.claim(step)
 
     async def _launch(
-        self, request: SaveRequest, entry: QueueEntry, operation: Operation | None, step: int, stage: Stage | None
+        self, request: SaveRequest, entry: QueueEntry, operation: Operation | None, step: int, writer: LiveWriter | None
     ) -> Started:
         run, generation = self._run, entry.generation
         if generation is None:
@@ -544,10 +544,10 @@ class Saves:
                 generation = await self._generations.next(step)
         target = run.at(step_name(step, generation))
         try:
-            if stage is None:
+            if writer is None:
                 with time_limit(Deadline.after(request.options.timeout_s)):
-                    stage = await run_by_caller(request.prepare, operation)
-            work = request.launch(stage, target, generation, operation=operation)
+                    writer = await run_by_caller(request.prepare, operation)
+            work = request.launch(writer, target, generation, operation=operation)
         except Exception as error:
             if operation is None:
                 raise

@@ -108,7 +108,7 @@ class _Changes:
     async def wait(self, timeout_s: float) -> None:
         """Return when something has changed in the directory, or after ``timeout_s``."""
         stop = Stop()
-        await self._threads.run(self._wait, timeout_s, stop, stop=stop, idle=True)
+        await self._threads.run(self._wait, timeout_s, stop, stop=stop)
 
     def _wait(self, timeout_s: float, stop: Stop) -> None:
         ended = threading.Event()

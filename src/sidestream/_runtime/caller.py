@@ -73,7 +73,7 @@ class _QueuedCode(Generic[T]):
         self.settled = False
         self.begun = False
         self.withdrawn = False
-        self.cancels: list[Callable[[], None]] = []
+        self.cancels: list[Callable[[], object]] = []
 
     def run(self) -> None:
         """Run the code, unless it was withdrawn. If a signal interrupts it, the thread has to call ``cancel``."""
@@ -374,7 +374,7 @@ def _run_posted(queued: _QueuedCode[Any]) -> None:
             queued.cancel()
 
 
-def cancel_if_interrupted(cancel: Callable[[], None]) -> None:
+def cancel_if_interrupted(cancel: Callable[[], object]) -> None:
     """Arrange that ``cancel`` is called if an interrupt of the blocking call whose code runs in this thread drops the
     result of that code. It has to end what the code has started, without waiting. It may be called several times."""
     queued = getattr(_serving, "queued", None)

@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 try:
@@ -54,11 +54,8 @@ __all__ = [
     "move_small",
     "slice_s",
     "stop_turns",
-    "wrap_thread_future",
     "yield_gil",
 ]
-
-T = TypeVar("T")
 
 _has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 # The system adds some 60 us. A thread has to wake up during this time, on a core that may be asleep too: with 60 us
@@ -72,12 +69,6 @@ _EARLY_S = 100e-6  # so that the thread is awake when the turn begins
 _BUSY = 0.5  # the share of the time in which a busy loop runs
 _MOST_INTERVALS = 16
 _LEAST_INTERVAL_S, _MOST_INTERVAL_S = 5e-3, 20e-3
-
-
-def wrap_thread_future(work: Future[T]) -> asyncio.Future[T]:
-    """Return an asyncio future for ``work``, which a thread does. Until it has ended, the running loop gives turns."""
-    give_turns(work)
-    return asyncio.wrap_future(work)
 
 
 def give_turns(work: Future[Any]) -> None:

@@ -50,14 +50,12 @@ __all__ = [
     "current_deadline",
     "doing",
     "holding_gil",
-    "in_background",
     "interpreter_ends",
     "io_threads",
     "paced",
     "pause_if_due",
     "pause_point",
     "read_threads",
-    "release_in_background",
     "report",
     "result_of",
     "time_limit",
@@ -353,7 +351,6 @@ class Threads(Executor):
         fn: Callable[[*Ts], T],
         *args: *Ts,
         stop: Stop | None = None,
-        idle: bool = False,
     ) -> T:
         """Run ``fn`` in a thread and return its result. When this returns or raises, the thread has left ``fn``.
 
@@ -365,12 +362,11 @@ class Threads(Executor):
         error is marked (``mark_stuck``). So that this is safe, ``fn`` must own what it uses: it opens and closes its
         own descriptors and holds its own references.
 
-        While it waits, a busy loop gives turns to the thread (``gil.py``). With ``idle=True`` it does not: for work
-        that sleeps until something happens.
+        While it waits, a busy loop gives turns to the thread (``gil.py``).
         """
         work = _Work(f"{fn.__name__.strip('_')}()")
         future = self.submit(lambda: _within(work, fn, *args))
-        return await self.wait(future, work, stop=stop, idle=idle)
+        return await self.wait(future, work, stop=stop)
 
     async def wait(
         self,
@@ -378,11 +374,9 @@ class Threads(Executor):
         work: object,
         *,
         stop: Stop | None = None,
-        idle: bool = False,
     ) -> T:
         """Wait for work that was submitted before, as ``run`` does. ``str(work)`` names it in errors."""
-        if not idle:
-            give_turns(future)
+        give_turns(future)
         wakeup = Wakeup(future)
         cancelled: asyncio.CancelledError | None = None
         expired = False
@@ -637,30 +631,9 @@ def _stop_work(future: Future[T], stop: Stop | None) -> None:
         stop.set()
 
 
-def in_background(work: Callable[[], object], name: str) -> Future[object]:
-    """Run ``work`` in a new thread that ends when ``work`` returns, without the deadline of the caller."""
-    threads = Threads(name, 1)
-    try:
-        with time_limit(None):
-            return threads.submit(work)
-    finally:
-        threads.close()
-
-
-def release_in_background(work: Callable[[], object], name: str) -> Future[object]:
-    """Run ``work``, which releases resources, as ``in_background`` does. The interpreter waits for it at its end, for
-    up to 5 s."""
-    release = in_background(work, name)
-    _releases.add(release)
-    release.add_done_callback(_releases.discard)
-    return release
-
-
 _stops: weakref.WeakSet[Stop] = weakref.WeakSet()
 _torch_work: set[Future[Any]] = set()
-_releases: set[Future[Any]] = set()
 _ending = False
-_RELEASES_S = 5.0
 
 
 def interpreter_ends() -> bool:
@@ -677,16 +650,11 @@ def _end_work() -> None:
     global _ending
     _ending = True
     # All work is signalled first, so that it ends at the same time. Then the work that calls torch is awaited, because
-    # the interpreter would abort in it. Then clean-ups that are in progress.
+    # the interpreter would abort in it.
     for stop in _all_stops():
         stop.set()
-    _wait_for_all(_torch_work, _TORCH_WORK_S)
-    _wait_for_all(_releases, _RELEASES_S)
-
-
-def _wait_for_all(futures: set[Future[Any]], timeout_s: float) -> None:
-    end = time.monotonic() + timeout_s
-    while (left := list(futures)) and time.monotonic() < end:
+    end = time.monotonic() + _TORCH_WORK_S
+    while (left := list(_torch_work)) and time.monotonic() < end:
         wait_for(left, end - time.monotonic())
 
 

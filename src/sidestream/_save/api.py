@@ -31,19 +31,19 @@ from .operation import SaveOperation, Solo
 from .pending import PendingSave, SaveInfo, SaveProgress, SaveWork
 from .running import Save, SaveOrder
 from .sinks import Export, PendingExport, all_ended, exports_in, sinks_of
-from .writer import LiveWriter, Stage
+from .writer import LiveWriter
 
 __all__ = [
     "STREAM_BYTES",
     "Export",
     "Lifecycle",
+    "LiveWriter",
     "PendingExport",
     "PendingSave",
     "SaveInfo",
     "SaveProgress",
     "SaveRequest",
     "SaveWork",
-    "Stage",
     "Worker",
     "async_save",
     "check_stager",
@@ -206,6 +206,8 @@ def async_save(
         limits = options if isinstance(options, SaveOptions) else SaveOptions()
         operation = member.begin("save", deadline_of(limits.timeout_s), limits.rank_wait_s)
     exports: tuple[PendingExport, ...] = ()
+    writer: LiveWriter | None = None
+    pending: PendingSave | None = None
     try:
         chosen, wanted = options_of(options, SaveOptions), exports_in(export)
         if chosen.streaming and stager is not None:
@@ -227,21 +229,20 @@ def async_save(
             exports=exports,
             overwrite=overwrite,
         )
-        stage = request.prepare(operation, member)
-        work = request.launch(stage, location, operation=operation, member=member)
-    except Exception as error:
-        if operation is None:
+        writer = request.prepare(operation, member)
+        pending = PendingSave(request.launch(writer, location, operation=operation, member=member), exports)
+        writer.wait_if_eager()
+        return pending
+    except BaseException as error:  # also one that a signal handler raises
+        if pending is not None:
+            pending.cancel()  # the caller does not get the handle
+            raise
+        if writer is not None:
+            writer.cancel()
+        if operation is None or not isinstance(error, Exception):
             raise
         # Not a variable: the error refers to this frame, and must not be in a cycle with what refers to it.
         return PendingSave(FailedSave(operation, str(url), error), exports)
-    pending: PendingSave | None = None
-    try:
-        pending = PendingSave(work, exports)
-        stage.wait_if_eager()
-        return pending
-    except BaseException:  # a signal: the caller does not get the handle
-        stage.cancel() if pending is None else pending.cancel()
-        raise
 
 
 def check_stager(stager: object) -> None:
@@ -278,8 +279,8 @@ class SaveRequest:
         object.__setattr__(self, "encoded_metadata", encode_metadata(metadata))
         object.__setattr__(self, "sources", check_sources(files))
 
-    def prepare(self, operation: Operation | None = None, member: Member | None = None) -> Stage:
-        """Return the stage of the state as it is now, for ``launch``. Called in the thread of the call."""
+    def prepare(self, operation: Operation | None = None, member: Member | None = None) -> LiveWriter:
+        """Return the writer of the state as it is now, for ``launch``. Called in the thread of the call."""
         options = self.options
         check_stager(self.stager)
         if options.digest is not None:
@@ -288,7 +289,7 @@ class SaveRequest:
         # references.
         captured = capture(self.state, copy_value)
         together = operation is not None or (member is not None and captured.sharded)
-        return Stage(
+        return LiveWriter(
             captured,
             self.stager,
             Deadline.after(options.timeout_s),
@@ -299,7 +300,7 @@ class SaveRequest:
 
     def launch(
         self,
-        stage: Stage,
+        writer: LiveWriter,
         location: Location,
         generation: int = 1,
         *,
@@ -311,43 +312,34 @@ class SaveRequest:
         ``operation`` is set if several ranks save. A ``member`` that is the only rank of its group saves like a process
         without a group, unless it has tensors that only a group can describe.
         """
-        try:
-            return self._launch(stage, location, generation, operation, member)
-        except BaseException:
-            stage.cancel()
-            raise
-
-    def _launch(
-        self, stage: Stage, location: Location, generation: int, operation: Operation | None, member: Member | None
-    ) -> SaveOperation:
         options, exports = self.options, self.exports
-        deadline = Deadline.after(options.timeout_s)
         begun = None
-        # A group of one rank saves like a process without a group, except that a sharded tensor has offsets in a global
-        # shape. Only the layout of a group describes these.
-        if operation is None and member is not None and stage.sharded:
-            operation = begun = member.begin("save", deadline)
-        order = SaveOrder(
-            durability=options.durability,
-            step=self.step,
-            generation=generation,
-            digest=options.digest,
-            metadata=self.encoded_metadata,
-            # Only rank 0 commits sidecar files, so a path need not exist on the other ranks.
-            files=self.sources if operation is None or operation.rank == 0 else {},
-            exports=tuple(one.url for one in exports),
-        )
-        worker, fall_back = self.worker
-        running = Save(
-            location,
-            deadline,
-            order,
-            kind="replacement" if self.overwrite else "directory",
-            operation=operation,
-            worker=worker,
-            fall_back=fall_back,
-        )
         try:
+            deadline = Deadline.after(options.timeout_s)
+            # A group of one rank saves like a process without a group, except that a sharded tensor has offsets in a
+            # global shape. Only the layout of a group describes these.
+            if operation is None and member is not None and writer.sharded:
+                operation = begun = member.begin("save", deadline)
+            order = SaveOrder(
+                durability=options.durability,
+                step=self.step,
+                generation=generation,
+                digest=options.digest,
+                metadata=self.encoded_metadata,
+                # Only rank 0 commits sidecar files, so a path need not exist on the other ranks.
+                files=self.sources if operation is None or operation.rank == 0 else {},
+                exports=tuple(one.url for one in exports),
+            )
+            worker, fall_back = self.worker
+            running = Save(
+                location,
+                deadline,
+                order,
+                kind="replacement" if self.overwrite else "directory",
+                operation=operation,
+                worker=worker,
+                fall_back=fall_back,
+            )
             layout: NativeLayout | AgreedLayout
             coordinator: Solo | Group
             if operation is None:
@@ -356,14 +348,16 @@ class SaveRequest:
             else:
                 layout = AgreedLayout(running, options)
                 coordinator = Group(running, layout)
+            writer.launch(running, layout, coordinator.finish)
             return SaveOperation(
                 save=running,
-                writer=LiveWriter(running, stage, layout, coordinator.finish),  # launches the stage
+                writer=writer,
                 coordinator=coordinator,
                 exports=exports,
-                snapshots=stage.snapshots,
+                snapshots=writer.snapshots,
             )
         except BaseException as error:
+            writer.cancel()
             if begun is not None:  # otherwise it stays open until its deadline
                 begun.report(error)
             raise

@@ -13,6 +13,7 @@ from typing import Any
 from .._group import Operation, Stopped, has_ended
 from .._runtime.threads import Deadline, Stop, ThreadFuture, io_threads, pause_point, report, time_limit
 from ..errors import NotDurableError, OutcomeUnknownError, RankFailuresError, SidestreamError
+from ..events import SaveContext
 from ..options import Outcome
 from .lifecycle import Lifecycle
 from .operation import (
@@ -24,11 +25,10 @@ from .operation import (
     split_pieces,
 )
 from .pending import SaveInfo, SaveProgress
-from .running import Save
+from .running import READ_BACK_S, Save
 
 __all__ = ["FailedSave", "Group"]
 
-_READ_BACK_S = 10.0
 _POLL_S = 0.1
 
 
@@ -43,7 +43,7 @@ class FailedSave:
     progress: SaveProgress = field(default_factory=SaveProgress)
 
     async def run(self, staged: Future[None]) -> SaveInfo:
-        lifecycle = Lifecycle.of_rank(self.url, self.operation)
+        lifecycle = Lifecycle(SaveContext("save", self.url, rank=self.operation.rank, world=self.operation.world))
         await report(lifecycle.started)
         verdict = await self.operation.failed(self.error)
         await report(lifecycle.failed, verdict, "absent")
@@ -198,7 +198,7 @@ class Group:
             return
         first_process = self._operation.first
         assert first_process is not None
-        deadline = Deadline.after(_READ_BACK_S)
+        deadline = Deadline.after(READ_BACK_S)
         save.transaction.outcome = "unknown"
         while True:
             # Checked first: a process that has ended before the look cannot commit after it.
@@ -224,7 +224,7 @@ class Group:
 
     async def _committed_read_back(self) -> Committed:
         location = self._save.location
-        with time_limit(Deadline.after(_READ_BACK_S)):
+        with time_limit(Deadline.after(READ_BACK_S)):
             sizes = await location.store.sizes(location.name)
         nbytes = sum(size for name, size in sizes.items() if name.startswith("__"))
         return Committed(nbytes, self._save.lifecycle.seconds)

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from .._group import Operation
 from ..errors import SidestreamError, SkippedError
 from ..events import (
     SaveCommitted,
@@ -45,11 +44,6 @@ class Lifecycle:
         self._lock = threading.Lock()  # never held while an observer runs
         self._queued: deque[SaveEvent] = deque()
         self._emitting = False
-
-    @classmethod
-    def of_rank(cls, url: str, operation: Operation) -> Lifecycle:
-        """Return the lifecycle of a save that this rank could not begin."""
-        return cls(SaveContext("save", url, rank=operation.rank, world=operation.world))
 
     def mark(self, phase: str) -> None:
         """Record that ``phase`` has ended, the first time that this is called for it."""

@@ -12,9 +12,9 @@ from typing import Literal
 
 from .._format.records import Chunk, Manifest, Node, TensorEntry
 from .._format.shard import checksums_of
-from .._group import Deadline, Operation
+from .._group import Operation
 from .._runtime.tasks import run_shielded
-from .._runtime.threads import Stop, io_threads, report, time_limit, write_threads
+from .._runtime.threads import Deadline, Stop, io_threads, report, time_limit, write_threads
 from .._storage import Attempt, Kind, Location, Space, Transaction, read_sources
 from .._worker.client import Worker
 from ..errors import NotDurableError, OutcomeUnknownError, SidestreamError, StorageNotSharedError, is_stuck
@@ -22,9 +22,10 @@ from ..events import SaveContext
 from ..options import Digest, Durability, FileSource, Outcome
 from .lifecycle import Lifecycle
 
-__all__ = ["Save", "SaveOrder"]
+__all__ = ["READ_BACK_S", "Save", "SaveOrder"]
 
-_READ_BACK_S = 10.0
+READ_BACK_S = 10.0
+"""How long the outcome of a commit is looked for after its failure."""
 _CLEAN_UP_S = 60.0
 
 _log = logging.getLogger("sidestream")
@@ -258,7 +259,7 @@ class Save:
 
 async def _read_back(transaction: Transaction) -> None:
     try:
-        with time_limit(Deadline.after(_READ_BACK_S)):
+        with time_limit(Deadline.after(READ_BACK_S)):
             await write_threads().run(transaction.read_back)
     except (SidestreamError, OSError):
         return

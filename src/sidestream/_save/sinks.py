@@ -12,7 +12,6 @@ from typing import Any, Protocol, TypeAlias
 
 from .._engine.handle import Pending
 from .._group import Operation, prepare_together
-from .._runtime.gil import wrap_thread_future
 from .._runtime.public import public
 from .._runtime.tasks import run_shielded
 from .._runtime.threads import Deadline, Stop, ThreadFuture, Threads, time_limit
@@ -217,7 +216,7 @@ class PendingExport(Pending[Any]):
 
     async def _committed(self, save: Save) -> None:
         """Wait until the save is committed. Raises ``SnapshotLostError`` if it is not."""
-        if await wrap_thread_future(self._saved) != "committed":
+        if await asyncio.wrap_future(self._saved) != "committed":
             raise SnapshotLostError(f"nothing was exported to {self.url}, because {save.location.url} was not saved")
 
 

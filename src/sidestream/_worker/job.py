@@ -176,8 +176,6 @@ def _take_sums(file: _File) -> None:
 class _Exchange(WorkerRequest):
     """One request to one process."""
 
-    what = "a save"
-
     def __init__(self, order: JobOrder, stop: Stop, link: WorkerLink, *, at_once: bool) -> None:
         super().__init__(link, lambda: stop.is_set() or order.deadline.remaining_s() == 0.0)
         self._order = order

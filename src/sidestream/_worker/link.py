@@ -45,9 +45,6 @@ class WorkerRequest(ABC):
     deadline has passed. The methods ``on_message`` and ``on_lost``, ``finished`` and ``stuck`` are for the thread of
     the link. They must be quick."""
 
-    what: str
-    """What it is, in the message about a process that was killed because of it."""
-
     def __init__(self, link: WorkerLink, late: Callable[[], bool]) -> None:
         self._link = link
         self._late = late
@@ -63,10 +60,10 @@ class WorkerRequest(ABC):
         self._number = self._link.request(self)
 
     def send(self, *messages: tuple[WorkerMessageKind, bytes]) -> None:
-        """Send messages of the request in one call. Raises what ``WorkerLink.send_all`` raises."""
+        """Send messages of the request in one call. Raises what ``WorkerLink.send`` raises."""
         self._asked = True
         with self._in_call():
-            self._link.send_all([(kind, self._number, body) for kind, body in messages])
+            self._link.send([(kind, self._number, body) for kind, body in messages])
 
     def share(self, memory: MappedMemory) -> None:
         """Do ``WorkerLink.share``."""
@@ -83,9 +80,7 @@ class WorkerRequest(ABC):
         with self._changed:
             ended = self._changed.wait_for(lambda: self.ended, ACKNOWLEDGE_S)
         if not ended:
-            self._link.end(
-                f"the writer process did not end {self.what} that was cancelled, and was killed", ACKNOWLEDGE_S
-            )
+            self._link.end("the writer process did not end a save that was cancelled, and was killed", ACKNOWLEDGE_S)
 
     @contextmanager
     def _in_call(self) -> Iterator[None]:
@@ -173,12 +168,9 @@ class WorkerLink:
             self._requests.pop(number, None)
             self._used_at = time.monotonic()
 
-    def send(self, kind: WorkerMessageKind, number: int, body: bytes) -> None:
-        """Send a message. Blocks while the process does not read. Raises ``WriterProcessError`` if it has ended."""
-        self.send_all([(kind, number, body)])
-
-    def send_all(self, messages: Sequence[tuple[WorkerMessageKind, int, bytes]]) -> None:
-        """Send messages in one call, as ``send`` does."""
+    def send(self, messages: Sequence[tuple[WorkerMessageKind, int, bytes]]) -> None:
+        """Send messages in one call. Blocks while the process does not read. Raises ``WriterProcessError`` if it has
+        ended."""
         self._call(lambda channel: channel.send_all(messages))
 
     def share(self, memory: MappedMemory) -> None:

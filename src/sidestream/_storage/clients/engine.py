@@ -15,7 +15,6 @@ from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 
-from ..._runtime.gil import wrap_thread_future
 from ..._runtime.imports import collecting_later
 from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
 from ...options import BlobStore, BlobUpload, Capabilities, Listing, PutMode, StorePolicy
@@ -141,7 +140,7 @@ class LateEngine:
 
     async def get(self) -> Engine:
         """Return the engine. Cancelling one request does not interrupt ``make``, for which others may wait."""
-        return await asyncio.shield(wrap_thread_future(self._making()))
+        return await asyncio.shield(asyncio.wrap_future(self._making()))
 
     def _making(self) -> Future[Engine]:
         with self._lock:
