@@ -8,6 +8,7 @@ never waits for the event loop. So code on the loop may block at the fence while
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -29,6 +30,7 @@ from .._runtime.threads import (
     time_limit,
     write_threads,
 )
+from .._runtime.waits import WaitReasons, waited_for
 from .._staging import AsyncStager, Captured, SnapshotReader, Staging, borrow, give_back
 from .._storage import Body, BytesBody, ShardBody
 from ..errors import (
@@ -38,7 +40,7 @@ from ..errors import (
     SidestreamError,
     SkippedError,
 )
-from ..events import observed
+from ..events import WaitReason, observed
 from .layouts import AgreedLayout, NativeLayout
 from .pending import SaveProgress
 from .running import Save
@@ -265,7 +267,7 @@ class Stage:
     It is made in the thread of the call, so that copies are ordered after the work on the current streams of that
     thread. ``launch`` may come later, in any thread. ``stager`` is None if one is borrowed for this save, with
     ``budget_bytes``. ``shared``: a writer process writes. ``readers`` is the number of sinks that read the staged
-    memory too.
+    memory too. ``reasons`` are those of a save that has waited before this was made.
     """
 
     def __init__(
@@ -277,6 +279,7 @@ class Stage:
         budget_bytes: int | None,
         shared: bool,
         readers: int,
+        reasons: WaitReasons | None = None,
     ) -> None:
         self.own: AsyncStager | None = None
         """The stager that was borrowed for this save."""
@@ -291,6 +294,7 @@ class Stage:
         # than touching new memory. Not with a writer process: its windows stay leased until the receipt of their file,
         # so that another process can write them if this one is lost.
         self._staging: Staging[Any] = stager.prepare(captured, deadline, readers=readers, passes=not shared)
+        self._staging.reasons = reasons or self._staging.reasons
         self.snapshots = tuple(SnapshotReader(self._staging, number) for number in range(readers))
         """The reader of the snapshot for each sink."""
         self._bodies: list[ShardBody] = []
@@ -315,12 +319,17 @@ class Stage:
             # process.
             stager.share()
         self._staging.deadline = save.deadline
+        save.reasons = self._staging.reasons
+        save.reasons.change("copies")
         stager.enqueue(self._staging, partial(layout.lay_out, stager.plans, stager.budget_bytes))
 
-    def wait_if_eager(self) -> None:
+    def wait_if_eager(self) -> dict[WaitReason, float]:
         """Block until the sources in host memory are copied, if the mode of the stager guarantees that for a call. If
-        the state is larger than the free memory, that needs the windows that the writing thread releases."""
+        the state is larger than the free memory, that needs the windows that the writing thread releases. Return the
+        seconds by their reason."""
+        began = time.monotonic()
         self._stager.wait_if_eager(self._staging)
+        return waited_for((self._staging.reasons,), began)
 
     def plan(self, stop: Stop) -> PlannedFiles:
         """Wait for the plan of what has to be written, and return it. Called in the writing thread; blocks."""
