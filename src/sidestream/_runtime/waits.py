@@ -14,7 +14,7 @@ _LEAST_S = 1e-4
 
 
 class WaitReasons:
-    """For which reason whoever waits for the sources of one stage has to wait, from time to time.
+    """The reason for which a caller that waits for the sources of one stage has to wait, from time to time.
 
     One thread at a time changes it, and any thread may read it."""
 
@@ -31,7 +31,7 @@ class WaitReasons:
         """Record that from now on a wait has this ``reason``; None if nothing has to be waited for."""
         now, changes = time.monotonic(), self._changes
         if len(changes) > 1 and now - changes[-1][0] < _LEAST_S:
-            # Memory that is there at once is no reason, and a stage with many windows must not add up a long list.
+            # Memory that is there at once does not count, and a stage with many windows must not add up a long list.
             changes[-1] = (changes[-1][0], reason)
         elif reason != changes[-1][1]:
             changes.append((now, reason))

@@ -16,7 +16,7 @@ from ..events import CallerWaited, Event, LoadEvent, SaveCommitted, SaveEvent, S
 from .observer import EventObserver
 from .phases import WorkInProgress
 
-__all__ = ["CostReport", "Costs", "Ledger"]
+__all__ = ["CostReport", "Costs", "Sums"]
 
 _FEWEST_STEPS = 20
 _KEPT = 256
@@ -24,7 +24,7 @@ _KEPT = 256
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CostReport(Displayed):
-    """What saves have cost the training.
+    """The time that saves have cost the training, by cause.
 
     Attributes:
         run_s: The length of the run so far, in seconds.
@@ -106,7 +106,7 @@ class CostReport(Displayed):
 
 
 @dataclass(slots=True)
-class Ledger:
+class Sums:
     """The sums of a run, from its events. Its user has a lock."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("call", "staged", "fence"), 0.0))
@@ -189,7 +189,7 @@ class Costs(EventObserver):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._began = time.monotonic()
-        self._ledger = Ledger()
+        self._sums = Sums()
         self._work = WorkInProgress()
         self._beside, self._without = array("d"), array("d")
         super().__init__()
@@ -213,7 +213,7 @@ class Costs(EventObserver):
             dilation_s = None
             if min(len(beside), len(without)) >= _FEWEST_STEPS:
                 dilation_s = max(sum(beside) - len(beside) * statistics.median(without), 0.0)
-            return self._ledger.report(
+            return self._sums.report(
                 time.monotonic() - self._began,
                 time.time_ns(),
                 dilation_s=dilation_s,
@@ -223,11 +223,11 @@ class Costs(EventObserver):
 
     def _observe(self, event: Event) -> None:
         with self._lock:
-            self._ledger.take(event)
+            self._sums.take(event)
             if isinstance(event, (SaveEvent, LoadEvent)):
                 self._work.follow(event)
 
     def _state(self) -> tuple[float, int, bool]:
         """Return the seconds that callers have waited, how many saves have started, and whether one is under way."""
         with self._lock:
-            return sum(self._ledger.seconds.values()), self._work.started, self._work.saves > 0
+            return sum(self._sums.seconds.values()), self._work.started, self._work.saves > 0

@@ -55,7 +55,7 @@ class Journal(EventObserver):
 
     @property
     def lost(self) -> int:
-        """How many events were not written."""
+        """The number of events that were not written."""
         return self._lost
 
     def close(self) -> None:

@@ -37,20 +37,7 @@ class OpenTelemetry(EventObserver):
         self._trace, self._root = trace, context.Context()
         self._tracer = trace.get_tracer("sidestream", tracer_provider=tracer_provider)
         meter = metrics.get_meter("sidestream", meter_provider=meter_provider)
-        makers: dict[str, Any] = {
-            "counter": meter.create_counter,
-            "updown": meter.create_up_down_counter,
-            "gauge": meter.create_gauge,
-            "histogram": meter.create_histogram,
-        }
-        self._instruments: dict[str, Any] = {}
-        self._labels = {one.name: [_attribute(label) for label in one.labels] for one in MEASURES}
-        for one in MEASURES:
-            more = {"explicit_bucket_boundaries_advisory": BOUNDARIES} if one.kind == "histogram" else {}
-            self._instruments[one.name] = makers[one.kind](
-                f"sidestream.{one.name}", unit=one.unit, description=one.about, **more
-            )
-        self._measures = Measures(self)
+        self._measures = Measures(_Instruments(meter))
         super().__init__()
 
     def close(self) -> None:
@@ -96,22 +83,35 @@ class OpenTelemetry(EventObserver):
             span.set_attributes(_about(phase))
             span.end(phase.ended_ns)
 
-    # --- the instruments of ``Measures`` ---
+
+class _Instruments:
+    """The instruments of a meter by the names of the measures."""
+
+    def __init__(self, meter: Any) -> None:
+        makers: dict[str, Any] = {
+            "counter": meter.create_counter,
+            "updown": meter.create_up_down_counter,
+            "gauge": meter.create_gauge,
+            "histogram": meter.create_histogram,
+        }
+        self._found: dict[str, Any] = {}
+        self._attributes = {one.name: [_attribute(label) for label in one.labels] for one in MEASURES}
+        for one in MEASURES:
+            more = {"explicit_bucket_boundaries_advisory": BOUNDARIES} if one.kind == "histogram" else {}
+            name = f"sidestream.{one.name}"
+            self._found[one.name] = makers[one.kind](name, unit=one.unit, description=one.about, **more)
 
     def add(self, name: str, amount: float, *labels: str) -> None:
-        """Add to a counter."""
-        self._instruments[name].add(amount, self._attributes(name, labels))
+        self._found[name].add(amount, self._with_names(name, labels))
 
     def record(self, name: str, seconds: float, *labels: str) -> None:
-        """Record a duration."""
-        self._instruments[name].record(seconds, self._attributes(name, labels))
+        self._found[name].record(seconds, self._with_names(name, labels))
 
     def set(self, name: str, value: float) -> None:
-        """Set a gauge."""
-        self._instruments[name].set(value)
+        self._found[name].set(value)
 
-    def _attributes(self, name: str, labels: tuple[str, ...]) -> dict[str, str]:
-        return {key: value for key, value in zip(self._labels[name], labels, strict=True) if value}
+    def _with_names(self, name: str, labels: tuple[str, ...]) -> dict[str, str]:
+        return {key: value for key, value in zip(self._attributes[name], labels, strict=True) if value}
 
 
 def _attribute(label: str) -> str:

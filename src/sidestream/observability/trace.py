@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..events import CallerWaited, Event, LoadContext, LoadEvent, LoadRead, SaveCommitted, SaveEvent, SaveWritten
-from .costs import CostReport, Ledger
+from .costs import CostReport, Sums
 from .phases import Phase, UnderWay, WorkInProgress, context_of
 from .records import JournalContent
 
@@ -23,11 +23,11 @@ def report_of(journal: JournalContent) -> CostReport:
     Returns:
         The report. It has no dilation, which needs the training steps.
     """
-    ledger = Ledger()
+    sums = Sums()
     for _, event in journal.events:
-        ledger.take(event)
+        sums.take(event)
     times = [time_ns for time_ns, _ in journal.events] or [0]
-    return ledger.report((times[-1] - times[0]) / 1e9, times[-1])
+    return sums.report((times[-1] - times[0]) / 1e9, times[-1])
 
 
 def trace_of(journals: Sequence[JournalContent]) -> dict[str, Any]:
