@@ -148,7 +148,9 @@ async def test_the_span_of_a_save_is_linked_to_the_span_of_the_call(how: str, tm
     assert found.attributes["sidestream.outcome"] == "committed"
     children = [one for one in exported.exporter.get_finished_spans() if one.parent and found.context and
                 one.parent.span_id == found.context.span_id]  # fmt: skip
-    assert sorted(one.name for one in children) == [f"sidestream.{name}" for name in ("commit", "plan", "stage", "write")]
+    assert sorted(one.name for one in children) == [
+        f"sidestream.{name}" for name in ("commit", "plan", "stage", "write")
+    ]
     assert {one.end_time for one in children} == {event.time_ns for event in mine[1:]}
 
 
@@ -162,12 +164,17 @@ async def test_a_failed_save_and_a_restore_are_spans(tmp_path: Path) -> None:
     assert failed.attributes is not None
     assert failed.attributes["error.type"] == "UnsafeObjectError"
     restores = [
-        span for span in exported.spans("sidestream.load") if (span.attributes or {})["sidestream.operation"] == "restore"
+        span
+        for span in exported.spans("sidestream.load")
+        if (span.attributes or {})["sidestream.operation"] == "restore"
     ]
     assert len(restores) == 1
     metrics = exported.metrics()
     points = metrics["sidestream.saves"]["data"]["data_points"]
-    assert {(one["attributes"]["sidestream.outcome"], one["value"]) for one in points} == {("committed", 2), ("failed", 1)}
+    assert {(one["attributes"]["sidestream.outcome"], one["value"]) for one in points} == {
+        ("committed", 2),
+        ("failed", 1),
+    }
     assert metrics["sidestream.save.duration"]["unit"] == "s"
     assert metrics["sidestream.checkpoint.last_durable.step"]["data"]["data_points"][0]["value"] == 2
 

@@ -109,25 +109,24 @@ async def test_a_caller_waits_for_memory(how: str) -> None:
 
 
 async def test_a_save_waits_for_a_slot(tmp_path: Path) -> None:
-    """The first save keeps its only slot while an observer holds up its commit. Awaiting ``staged``, and the fence."""
+    """The first save keeps its only slot while an observer holds up its commit."""
     goes_on, outside = threading.Event(), Outside()
 
     def hold(event: events.Event) -> None:
         if isinstance(event, events.SaveWritten) and event.save.step == 1:
             assert goes_on.wait(60)
 
-    async with sidestream.AsyncStager() as stager:
-        async with sidestream.Checkpointer(tmp_path, slots=1, stager=stager) as checkpoints:
-            with events.observe(hold), watched(CallerWaited) as seen:
-                first = checkpoints.async_save(state(), step=1)
-                await first.staged
-                del seen[:]
-                second = checkpoints.async_save(state(), step=2)
-                calls = [event for event in seen if event.cause == "call"]
-                later(goes_on.set)
-                with outside.waits():
-                    await second.staged
-                await asyncio.gather(first, second)
+    async with sidestream.Checkpointer(tmp_path, slots=1) as checkpoints:
+        with events.observe(hold), watched(CallerWaited) as seen:
+            first = checkpoints.async_save(state(), step=1)
+            await first.staged
+            del seen[:]
+            second = checkpoints.async_save(state(), step=2)
+            calls = [event for event in seen if event.cause == "call"]
+            later(goes_on.set)
+            with outside.waits():
+                await second.staged
+            await asyncio.gather(first, second)
     (waited,) = [event for event in seen if event.cause == "staged"]
     assert waited.save is not None
     assert (waited.save.step, waited.save.run) == (2, str(tmp_path))

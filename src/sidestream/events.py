@@ -264,8 +264,8 @@ class SaveSkipped(SaveEvent):
 
 
 WaitCause: TypeAlias = Literal["call", "staged", "fence"]
-"""The cause for which a caller was held up: the call of ``async_save``, an await of ``staged`` or ``synchronize_staging``, or a thread's
-wait in ``fence()`` or a guarded step."""
+"""The cause for which a caller was held up: the call of ``async_save``, an await of ``staged`` or
+``synchronize_staging``, or a thread's wait in ``fence()`` or a guarded step."""
 
 WaitReason: TypeAlias = Literal["slot", "ranks", "memory", "copies"]
 """The reason for a wait: a slot of the run, other ranks, staging memory, or the copies of the sources."""

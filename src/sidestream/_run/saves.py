@@ -153,6 +153,7 @@ class QueueEntry:
 
     generation: int | None = None
     """The generation of the save, if it is decided when the ranks agree that it begins."""
+    rank, world = 0, 1
 
     def __init__(self, queue: SaveQueue, when_full: WhenFull) -> None:
         self.state = EntryState(when_full)
@@ -251,6 +252,7 @@ class GroupQueueEntry(QueueEntry):
     ) -> None:
         super().__init__(queue, when_full)
         self._operation = operation
+        self.rank, self.world = operation.rank, operation.world
         self._step = step
         self._deadline = deadline
         self._claim = claim
@@ -334,7 +336,8 @@ class QueuedSave:
         launch: Callable[[Stage | None], Awaitable[Started]],
     ) -> None:
         # The first generation, because the true one is only known when the save begins.
-        self._save = SaveContext("save", f"{run}/{step_name(step, 1)}", run=run, step=step)
+        url = f"{run}/{step_name(step, 1)}"
+        self._save = SaveContext("save", url, run=run, step=step, rank=entry.rank, world=entry.world)
         self._entry = entry
         self._stage = stage
         self._launch: Callable[[Stage | None], Awaitable[Started]] | None = launch
