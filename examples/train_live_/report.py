@@ -16,14 +16,15 @@ from typing import Any, TypedDict
 from train_live_.records import Run
 
 NOTES = """\
-The rows were taken in turns, in two rounds: "no saves", "sidestream", "dcp.async_save", then the same in the reverse
-order. "dcp.save" was measured in the processes of "dcp.async_save" after their training. "load" is the load average of
-the machine over one minute, when the row's run began and when it ended, for each round. It counts this program as well,
-and with it the runs before. Seconds are medians over the saves of both rounds, "training" and "cost" are means of both. "cost" is the part of "training" that was lost to saves:
-waits and longer steps, as `sidestream.observability.Costs` reports them. Answers
-(of the HTTP server) and pauses (of a 1 ms ticker on the loop) are those of both rounds, from the call of a save until
-it is durable; without saves, those of the whole runs. "alone" is a durable save while nothing trains. DCP counts as
-durable when its future resolves; it syncs its files, but not their directory."""
+The rows were taken in turns, in two rounds: "no saves", "sidestream", "dcp.async_save", then the same in the
+reverse order. "dcp.save" was measured in the processes of "dcp.async_save" after their training. "load" is the
+load average of the machine over one minute, when the row's run began and when it ended, for each round. It
+counts this program as well, and with it the runs before. Seconds are medians over the saves of both rounds,
+"training" and "cost" are means of both. "cost" is the part of "training" that was lost to saves: waits and
+longer steps, as `sidestream.observability.Costs` reports them. Answers (of the HTTP server) and pauses (of a 1
+ms ticker on the loop) are those of both rounds, from the call of a save until it is durable; without saves,
+those of the whole runs. "alone" is a durable save while nothing trains. DCP counts as durable when its future
+resolves; it syncs its files, but not their directory."""
 
 HEADINGS = (
     "",

@@ -83,8 +83,8 @@ class SidestreamSaver(Worker):
         return saves
 
     async def _watch(self, pending: PendingSave, step: int, started: float) -> Save:
-        """Note when `pending` is staged and when it is durable. `pending.staged` is awaited where the training needs it,
-        so that its wait there is the only one that counts as a cost."""
+        """Note when `pending` is staged and when it is durable. The training awaits `pending.staged` where it needs it:
+        only that wait is a cost."""
         info = await pending
         durable = time.monotonic()
         phases = self._phases.pop(info.url)
