@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import pytest
 
 from sidestream import events
 
@@ -15,6 +18,11 @@ def watched(kind: type) -> Iterator[list[Any]]:
     seen: list[Any] = []
     with events.observe(lambda event: isinstance(event, kind) and seen.append(event)):
         yield seen
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """What was logged as a warning or worse. Committed saves and restores are logged at the level INFO."""
+    return [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def names(seen: list[Any]) -> list[str]:

@@ -29,6 +29,7 @@ MODULES = (
     "sidestream.dcp",
     "sidestream.errors",
     "sidestream.events",
+    "sidestream.observability",
     "sidestream.options",
     "sidestream.signing",
     "sidestream.testing",

@@ -97,6 +97,7 @@ def test_segments_for_a_device_are_bound_and_others_are_not(
     driver: Any = FakeDriver()
     arena.pin(driver, DEVICE)
     leases.append(lease(arena, 4 * MIB))
+    leases[1].register(0)
     assert bound == [(leases[1].address, 4 * MIB, 1)]
     assert driver.registered[leases[1].address] == 4 * MIB
     arena.close()

@@ -51,6 +51,8 @@ class Run:
     """The machine's load average over one minute, when the training began and when it ended."""
     load_alone: tuple[float, float] | None = None
     """The same for `saves_alone`."""
+    cost_s: float | None = None
+    """The seconds that the training lost to its saves, as `sidestream.observability.Costs` reports them."""
     digest: str = ""
     """SHA-256 of the final weights and optimizer state."""
 

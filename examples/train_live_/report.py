@@ -16,15 +16,29 @@ from typing import Any, TypedDict
 from train_live_.records import Run
 
 NOTES = """\
-The rows were taken in turns, in two rounds: "no saves", "sidestream", "dcp.async_save", then the same in the reverse
-order. "dcp.save" was measured in the processes of "dcp.async_save" after their training. "load" is the load average of
-the machine over one minute, when the row's run began and when it ended, for each round. It counts this program as well,
-and with it the runs before. Seconds are medians over the saves of both rounds, "training" is the mean of both. Answers
-(of the HTTP server) and pauses (of a 1 ms ticker on the loop) are those of both rounds, from the call of a save until
-it is durable; without saves, those of the whole runs. "alone" is a durable save while nothing trains. DCP counts as
-durable when its future resolves; it syncs its files, but not their directory."""
+The rows were taken in turns, in two rounds: "no saves", "sidestream", "dcp.async_save", then the same in the
+reverse order. "dcp.save" was measured in the processes of "dcp.async_save" after their training. "load" is the
+load average of the machine over one minute, when the row's run began and when it ended, for each round. It
+counts this program as well, and with it the runs before. Seconds are medians over the saves of both rounds,
+"training" and "cost" are means of both. "cost" is the part of "training" that was lost to saves: waits and
+longer steps, as `sidestream.observability.Costs` reports them. Answers (of the HTTP server) and pauses (of a 1
+ms ticker on the loop) are those of both rounds, from the call of a save until it is durable; without saves,
+those of the whole runs. "alone" is a durable save while nothing trains. DCP counts as durable when its future
+resolves; it syncs its files, but not their directory."""
 
-HEADINGS = ("", "checkpoint", "staged", "durable", "alone", "answers", "longest pause", "p99 pause", "training", "load")
+HEADINGS = (
+    "",
+    "checkpoint",
+    "staged",
+    "durable",
+    "alone",
+    "answers",
+    "longest pause",
+    "p99 pause",
+    "training",
+    "cost",
+    "load",
+)
 
 Window = tuple[float, float]
 Rounds = Sequence[Run]
@@ -52,6 +66,8 @@ class Figures:
     longest_pause_s: float | None = None
     p99_pause_s: float | None = None
     training_s: float | None = None
+    cost_s: float | None = None
+    """The seconds that the training lost to its saves, where `Costs` has measured them."""
     load_average: Sequence[tuple[float, float]] = ()
     """At the beginning and at the end of the row's run, for each round."""
 
@@ -66,6 +82,7 @@ class Figures:
             cell(self.longest_pause_s, "ms", scale=1e3, digits=1),
             cell(self.p99_pause_s, "ms", scale=1e3, digits=1),
             cell(self.training_s, "s", digits=1),
+            cell(self.cost_s, "s"),
             ", ".join(f"{began:.1f}-{ended:.1f}" for began, ended in self.load_average) or "-",
         )
 
@@ -104,6 +121,7 @@ def saving_figures(name: str, rounds: Rounds, *, alone_s: float | None) -> Figur
         alone_s=alone_s,
         **during_saves(rounds),
         training_s=training(rounds),
+        cost_s=cost(rounds),
         load_average=loads(rounds),
     )
 
@@ -114,6 +132,11 @@ def duration(run: Run) -> float:
 
 def training(rounds: Rounds) -> float:
     return sum(map(duration, rounds)) / len(rounds)
+
+
+def cost(rounds: Rounds) -> float | None:
+    costs = [run.cost_s for run in rounds if run.cost_s is not None]
+    return sum(costs) / len(costs) if costs else None
 
 
 def loads(rounds: Rounds) -> list[tuple[float, float]]:

@@ -1,6 +1,7 @@
 """How a training is checkpointed: the methods that the training loop calls. This one does not save at all."""
 
 import asyncio
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from train_live_.records import Save
@@ -35,6 +36,14 @@ class Worker:
 
     async def before_update(self) -> None:
         """Return when the weights may change again."""
+
+    def step(self) -> AbstractContextManager[None]:
+        """Return a context around one training step."""
+        return nullcontext()
+
+    def cost_s(self) -> float | None:
+        """Return the seconds that the training has lost to the saves so far. None if nothing measures them."""
+        return None
 
     async def saves(self) -> list[Save]:
         """Wait until everything is durable, and return what it took."""

@@ -7,11 +7,12 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Self
 
 from sidestream import Checkpointer, PendingSave, events
+from sidestream.observability import Costs
 from train_live_.records import Save, directory_size
 from train_live_.saver import ALONE, SAVES_ALONE, STEPS, State, Worker
 
@@ -26,10 +27,11 @@ PHASES: dict[type[events.Event], tuple[str, str]] = {
 
 
 class SidestreamSaver(Worker):
-    def __init__(self, checkpoints: Checkpointer, alone: Checkpointer) -> None:
+    def __init__(self, checkpoints: Checkpointer, alone: Checkpointer, costs: Costs) -> None:
         super().__init__()
         self._checkpoints = checkpoints
         self._alone = alone
+        self._costs = costs
         self._pending: PendingSave | None = None
         self._what = "step"
         self._phases: defaultdict[str, dict[str, float]] = defaultdict(dict)
@@ -38,9 +40,10 @@ class SidestreamSaver(Worker):
     @asynccontextmanager
     async def open(cls, directory: Path) -> AsyncIterator[Self]:
         async with Checkpointer(directory / STEPS) as checkpoints, Checkpointer(directory / ALONE) as alone:
-            saver = cls(checkpoints, alone)
-            with events.observe(saver.observe):
-                yield saver
+            with Costs() as costs:
+                saver = cls(checkpoints, alone, costs)
+                with events.observe(saver.observe):
+                    yield saver
 
     def observe(self, event: events.Event) -> None:
         """Note when a phase of a save ended. This is called in the thread in which it happens."""
@@ -48,6 +51,12 @@ class SidestreamSaver(Worker):
             name, doing = PHASES[type(event)]
             self._phases[event.save.url][name] = event.monotonic_ns / 1e9
             self.activity = f"{self._what} {event.save.step} {doing}"
+
+    def step(self) -> AbstractContextManager[None]:
+        return self._costs.step()
+
+    def cost_s(self) -> float | None:
+        return self._costs.report().lost_s
 
     async def visible_steps(self) -> list[int]:
         return list(await self._checkpoints.steps())
@@ -74,10 +83,9 @@ class SidestreamSaver(Worker):
         return saves
 
     async def _watch(self, pending: PendingSave, step: int, started: float) -> Save:
-        """Note when `pending` is staged and when it is durable."""
-        await pending.staged
-        staged = time.monotonic()
+        """Note when `pending` is staged and when it is durable. The training awaits `pending.staged` where it needs it:
+        only that wait is a cost."""
         info = await pending
         durable = time.monotonic()
         phases = self._phases.pop(info.url)
-        return Save(step, info.url, directory_size(Path(info.url)), started, staged, durable, phases)
+        return Save(step, info.url, directory_size(Path(info.url)), started, phases["staged"], durable, phases)

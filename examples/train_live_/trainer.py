@@ -37,6 +37,7 @@ async def train(
                 await take_steps(training, saver, state, run, steps=steps, save_every=save_every)
                 run.saves = await saver.saves()
                 run.ended = time.monotonic()
+                run.cost_s = saver.cost_s()
                 run.load_training = load, load_average()
             if measure_alone:
                 load = load_average()
@@ -51,9 +52,10 @@ async def take_steps(training: Training, saver: Worker, state: State, run: Run, 
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="train") as worker:
         for step in range(state["step"] + 1, steps + 1):
-            loss = await loop.run_in_executor(worker, training.compute_gradients, step)
-            await saver.before_update()
-            await loop.run_in_executor(worker, training.apply_update)
+            with saver.step():
+                loss = await loop.run_in_executor(worker, training.compute_gradients, step)
+                await saver.before_update()
+                await loop.run_in_executor(worker, training.apply_update)
             run.losses[step] = loss
             state["step"] = step
             if step % save_every == 0 or step == steps:

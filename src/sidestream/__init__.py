@@ -1,7 +1,8 @@
 """Checkpoints of a PyTorch program that lives on an asyncio event loop, without stopping the loop or the model.
 
-All names are imported with the package, so that no call on a running loop has to import anything. ``sidestream.dcp`` is
-the exception: it needs ``torch.distributed.checkpoint``, which takes as long again as everything else.
+All names are imported with the package, so that no call on a running loop has to import anything. There are
+two exceptions. ``sidestream.dcp`` needs ``torch.distributed.checkpoint``, which takes as long again as everything else.
+``sidestream.observability`` is for programs that want it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from . import dcp
+    from . import dcp, observability
 
 __all__ = [
     "HF",
@@ -92,6 +93,7 @@ __all__ = [
     "errors",
     "events",
     "load",
+    "observability",
     "open_checkpoint",
     "options",
     "remove",
@@ -105,8 +107,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "dcp":
-        return import_module(".dcp", __name__)
+    if name in ("dcp", "observability"):
+        return import_module(f".{name}", __name__)
     if name == "__version__":
         return metadata.version("sidestream")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 __all__ = [
+    "CallerWaited",
     "Event",
     "GuaranteeLost",
     "LoadApplied",
@@ -27,6 +28,7 @@ __all__ = [
     "RanksMissing",
     "ReadCall",
     "Retried",
+    "RunPruned",
     "SaveCommitted",
     "SaveContext",
     "SaveEvent",
@@ -38,6 +40,8 @@ __all__ = [
     "SaveWritten",
     "SlowPart",
     "Throttled",
+    "WaitCause",
+    "WaitReason",
     "WriterProcessLost",
     "emit",
     "observe",
@@ -259,6 +263,59 @@ class SaveSkipped(SaveEvent):
     reason: str
 
 
+WaitCause: TypeAlias = Literal["call", "staged", "fence"]
+"""The cause for which a caller was held up: the call of ``async_save``, an await of ``staged`` or
+``synchronize_staging``, or a thread's wait in ``fence()`` or a guarded step."""
+
+WaitReason: TypeAlias = Literal["slot", "ranks", "memory", "copies"]
+"""The reason for a wait: a slot of the run, other ranks, staging memory, or the copies of the sources."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallerWaited:
+    """A caller was held up for 0.1 ms or more. Emitted where it waited, when the wait has ended.
+
+    A wait has one cause, and each of its seconds at most one reason. Several tasks that wait at the same time emit an
+    event each. The wait for the end of a save (``await pending``, ``save``, ``blocking``) is not such a wait: it is
+    made by code that wants the result.
+
+    Attributes:
+        cause: What held up the caller.
+        seconds: How long.
+        waited_for: How many of these seconds were due to each reason. The others are the work of the call itself, or
+            the time until a busy event loop continued the task.
+        save: The save, or None for waits of a stager, which may concern several.
+        monotonic_ns: The end of the wait, by ``time.monotonic_ns()``.
+        time_ns: The end of the wait, by ``time.time_ns()``.
+    """
+
+    cause: WaitCause
+    seconds: float
+    waited_for: Mapping[WaitReason, float]
+    save: SaveContext | None = None
+    monotonic_ns: int = field(default_factory=time.monotonic_ns, kw_only=True)
+    time_ns: int = field(default_factory=time.time_ns, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RunPruned:
+    """A pass of pruning has deleted steps of a run, or found damaged ones.
+
+    Attributes:
+        run: The URL of the run.
+        deleted: The names of the deleted steps.
+        damaged: The names of all damaged steps that are known. They are not deleted.
+        monotonic_ns: The time of the event, by ``time.monotonic_ns()``.
+        time_ns: The time of the event, by ``time.time_ns()``.
+    """
+
+    run: str
+    deleted: tuple[str, ...]
+    damaged: tuple[str, ...]
+    monotonic_ns: int = field(default_factory=time.monotonic_ns, kw_only=True)
+    time_ns: int = field(default_factory=time.time_ns, kw_only=True)
+
+
 ReadCall: TypeAlias = Literal["open_checkpoint", "state_dict", "tensor", "value", "file", "verify"]
 """The calls that read a checkpoint and change no state: ``open_checkpoint``, those on its result, and ``verify``."""
 
@@ -392,7 +449,16 @@ class LoadFellBack(LoadEvent):
 
 
 Event: TypeAlias = (
-    Retried | Throttled | SlowPart | GuaranteeLost | WriterProcessLost | RanksMissing | SaveEvent | LoadEvent
+    Retried
+    | Throttled
+    | SlowPart
+    | GuaranteeLost
+    | WriterProcessLost
+    | RanksMissing
+    | CallerWaited
+    | RunPruned
+    | SaveEvent
+    | LoadEvent
 )
 """Any event. Those of saves have the base ``SaveEvent``, those of loads ``LoadEvent``."""
 
@@ -431,13 +497,15 @@ def observed() -> bool:
 
 
 def emit(event: Event) -> None:
-    """Call the observers with ``event``. Events other than those of a save or load are also logged: ``GuaranteeLost``
-    and ``WriterProcessLost`` as warnings, the others at the level DEBUG.
+    """Call the observers with ``event``, and log it: ``GuaranteeLost`` and ``WriterProcessLost`` as warnings, a
+    committed save and the end of a restore at the level INFO, the others at DEBUG except those of a save or load.
 
     Args:
         event: The event.
     """
-    if not isinstance(event, (SaveEvent, LoadEvent)):
+    if isinstance(event, (SaveCommitted, LoadApplied)):
+        _log_end(event)
+    elif not isinstance(event, (SaveEvent, LoadEvent)):
         _log.log(
             logging.WARNING if isinstance(event, (GuaranteeLost, WriterProcessLost)) else logging.DEBUG, "%s", event
         )
@@ -446,3 +514,12 @@ def emit(event: Event) -> None:
             observer(event)
         except Exception:
             _log.exception("an observer failed on %s", type(event).__name__)
+
+
+def _log_end(event: SaveEvent | LoadEvent) -> None:
+    """Log one line for a committed save, and for the end of a restore."""
+    match event:
+        case SaveCommitted(save=save):
+            _log.info("%s: %d bytes committed in %.3f s", save.url, event.nbytes, event.seconds.get("committed", 0.0))
+        case LoadApplied(load=LoadContext(operation="restore") as load):
+            _log.info("%s: %d bytes restored in %.3f s", load.url, event.nbytes, event.seconds.get("applied", 0.0))

@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import sidestream
+from sidestream import events
 from sidestream._group import rank_group as group
 from sidestream._layout.sharded.rank_table import LocalTable
 from sidestream._run import restore
@@ -37,6 +39,7 @@ from sidestream._save import writer
 from sidestream._staging import HostEngine
 from sidestream._storage.local import transaction as local
 from sidestream._storage.local import transaction as local_write
+from sidestream.observability import Journal
 
 TIMEOUT_S = 60.0
 ROWS = torch.arange(70.0).reshape(10, 7)
@@ -973,3 +976,54 @@ def differing_replicas(rank: int, world: int, directory: Path) -> list[str]:
     run(sidestream.load(target, directory / "third"))
     assert torch.equal(target["own"][f"rank{rank}"], state["rng"])
     return [one.replace(str(directory), "D") for one in told]
+
+
+# --- observers --------------------------------------------------------------------------------------------------------
+
+
+def journaled(rank: int, world: int, directory: Path) -> None:
+    """Three saves of a run, and a restore, in a journal of this rank."""
+    state = {"replicated": torch.ones(1000), "mine": torch.full((100,), float(rank))}
+
+    async def work() -> None:
+        async with sidestream.Checkpointer(directory / "run", slots=1) as checkpoints:
+            pending = [checkpoints.async_save({"replicated": state["replicated"]}, step=step) for step in (1, 2, 3)]
+            for one in pending:
+                await one
+            await checkpoints.restore({"replicated": state["replicated"]})
+
+    with Journal(directory / f"rank{rank}.jsonl"):
+        run(work())
+
+
+def waits_for_rank(rank: int, world: int, directory: Path, in_run: bool) -> Any:
+    """The last rank makes its call half a second late. The seconds that each one awaited ``staged``, by the event and
+    by the clock of the test, and what for."""
+    seen: list[events.CallerWaited] = []
+
+    async def save(checkpoints: sidestream.Checkpointer | None, number: int) -> float:
+        if checkpoints is None:
+            pending = sidestream.async_save({"w": torch.ones(1000)}, directory / f"save-{number}")
+        else:
+            pending = checkpoints.async_save({"w": torch.ones(1000)}, step=number)
+        began = time.monotonic()
+        await pending.staged
+        seconds = time.monotonic() - began
+        await pending
+        return seconds
+
+    async def work() -> Any:
+        async with AsyncExitStack() as stack:
+            checkpoints = None
+            if in_run:
+                checkpoints = await stack.enter_async_context(sidestream.Checkpointer(directory / "run"))
+            await save(checkpoints, 1)
+            seen.clear()
+            if rank == world - 1:
+                await asyncio.sleep(0.5)
+            outside = await save(checkpoints, 2)
+        staged = [event for event in seen if event.cause == "staged"]
+        return [sum(one.seconds for one in staged), outside, dict(staged[-1].waited_for) if staged else {}]
+
+    with events.observe(lambda event: isinstance(event, events.CallerWaited) and seen.append(event)):
+        return run(work())

@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _run import blank, ended, flip, is_state_of, leases_in, line_of, process, save_steps, state_of, until
 from held import HeldStager
+from phases import warned
 
 import sidestream
 from sidestream import KeepAll, KeepBest, KeepEvery, KeepLast, SavedStep
@@ -56,7 +57,7 @@ async def test_a_metric_that_no_step_has_is_named_once(tmp_path: Path, caplog: p
         await save_steps(checkpoints, 1, 2, 3, 4, 5, val={"loss": 0.5, "name": "x"}, epoch=1)
         assert (await checkpoints.prune(dry_run=True)).deleted == ()
     assert entries(tmp_path) == [f"step-{step}" for step in range(1, 6)]
-    (warning,) = [record for record in caplog.records if "metric" in record.getMessage()]
+    (warning,) = [record for record in warned(caplog) if "metric" in record.getMessage()]
     assert "'val.lsos'" in warning.getMessage()
     assert "(there are epoch, val.loss)" in warning.getMessage()
 
@@ -190,7 +191,7 @@ async def test_several_damages_of_one_pass_are_told_together(tmp_path: Path, cap
             await save_steps(checkpoints, 3)
         assert "step-8 does not verify" in told.value.__notes__[0]
         await save_steps(checkpoints, 3)
-    assert [record.getMessage().count("does not verify") for record in caplog.records] == [1, 1], "and are logged once"
+    assert [record.getMessage().count("does not verify") for record in warned(caplog)] == [1, 1], "and are logged once"
     with pytest.raises(ValueError, match="of the program") as failed:
         async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as checkpoints:
             await save_steps(checkpoints, 4)

@@ -13,9 +13,10 @@ from typing import Any, Literal
 from .._load.open.manifest import metadata_of
 from .._load.open.steps import Step
 from .._load.verify import verify_at
-from .._runtime.threads import io_threads
+from .._runtime.threads import io_threads, report
 from .._storage import Leftover, Location, Store, target_of_attempt
 from ..errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, printable
+from ..events import RunPruned, emit
 from ..options import Durability, check_seconds
 from .leases import Leases
 from .retention import (
@@ -98,6 +99,8 @@ class Pruner:
             self.not_swept = error
         pruned = Pruned() if self.keeps_all else await self._retain(protected)
         self.last = replace(pruned, abandoned=tuple(swept))
+        if pruned.deleted or pruned.damaged:
+            await report(emit, RunPruned(self.url, pruned.deleted, pruned.damaged))
         return self.last
 
     async def preview(self, protected: Callable[[], Collection[int]]) -> Pruned:

@@ -24,6 +24,7 @@ from .._runtime.caller import context_of_caller, run_by_caller
 from .._runtime.tasks import running_loop, runs_in_trio
 from .._runtime.threads import Deadline, ThreadFuture, Wakeup, report, time_limit
 from .._runtime.unretrieved import UnretrievedErrors, raise_all
+from .._runtime.waits import WaitReasons, caller_waited
 from .._save.api import (
     LiveWriter,
     PendingSave,
@@ -152,10 +153,13 @@ class QueueEntry:
 
     generation: int | None = None
     """The generation of the save, if it is decided when the ranks agree that it begins."""
+    rank, world = 0, 1
 
     def __init__(self, queue: SaveQueue, when_full: WhenFull) -> None:
         self.state = EntryState(when_full)
         self._queue = queue
+        self.reasons = WaitReasons("slot")
+        """Why a caller has to wait until the sources of the save may change."""
         self._decision: Decision = "wait"
         self._decided: Future[None] = ThreadFuture()
 
@@ -248,6 +252,7 @@ class GroupQueueEntry(QueueEntry):
     ) -> None:
         super().__init__(queue, when_full)
         self._operation = operation
+        self.rank, self.world = operation.rank, operation.world
         self._step = step
         self._deadline = deadline
         self._claim = claim
@@ -264,6 +269,8 @@ class GroupQueueEntry(QueueEntry):
 
     def on_slots_changed(self) -> None:
         """Above rank 0, stop the deadline while other saves have slots, and start it again when none has."""
+        if self._exchanging:
+            self.reasons.change("slot" if self._queue.slots_used == self._queue.size else "ranks")
         if self._exchanging and self._queue.slots_used:
             self._operation.suspend()
         elif self._exchanging:
@@ -277,6 +284,7 @@ class GroupQueueEntry(QueueEntry):
             "promised": self._promised,
         }
         self._exchanging = operation.rank > 0
+        self.reasons.change("ranks")
         self.on_slots_changed()
         try:
             # One exchange decides for all ranks: the slot, the generation, and whether the save is skipped. Ranks above
@@ -290,6 +298,7 @@ class GroupQueueEntry(QueueEntry):
         if self.generation is None:
             return False
         if operation.rank:
+            self.reasons.change("slot")
             self.request_slot("wait")
             await stoppable(operation, self.decided())
         return True
@@ -298,6 +307,7 @@ class GroupQueueEntry(QueueEntry):
         """Return the generation as JSON, or null if this save is skipped. Called on rank 0, when all ranks have made
         the call."""
         operation = self._operation
+        self.reasons.change("slot")  # not for ranks any more: all have made the call
         calls = [json.loads(part) for part in parts]
         for name in ("step", "when_full"):
             values = {str(call[name]) for call in calls}
@@ -326,7 +336,8 @@ class QueuedSave:
         launch: Callable[[LiveWriter | None], Awaitable[Started]],
     ) -> None:
         # The first generation, because the true one is only known when the save begins.
-        self._save = SaveContext("save", f"{run}/{step_name(step, 1)}", run=run, step=step)
+        url = f"{run}/{step_name(step, 1)}"
+        self._save = SaveContext("save", url, run=run, step=step, rank=entry.rank, world=entry.world)
         self._entry = entry
         self._writer = writer
         self._launch: Callable[[LiveWriter | None], Awaitable[Started]] | None = launch
@@ -345,6 +356,14 @@ class QueuedSave:
     def progress(self) -> SaveProgress:
         return SaveProgress() if self._work is None else self._work.progress
 
+    @property
+    def context(self) -> SaveContext:
+        return self._save if self._work is None else self._work.context
+
+    @property
+    def reasons(self) -> WaitReasons:
+        return self._entry.reasons
+
     async def run(self, staged: Future[None]) -> SaveInfo:
         try:
             launch, self._launch = self._launch, None  # releases the reference to the state
@@ -354,6 +373,7 @@ class QueuedSave:
                 if isinstance(error, SkippedError):
                     await report(emit, SaveSkipped(self._save, str(error)))
                 raise error
+            self._entry.reasons.change(None)
             self._work, self._lease = await launch(self._writer)
             del launch
             self._writer = None
@@ -433,6 +453,7 @@ class Saves:
     ) -> PendingSave:
         """Do ``Checkpointer.async_save``, in the thread of its caller. A ``promised`` save is never skipped, and is
         made also if other saves have failed."""
+        began = time.monotonic()
         if runs_in_trio():
             running_loop("a save of a Checkpointer")  # raises: what this returns cannot be awaited there
         step = plain_integer(step)
@@ -457,7 +478,7 @@ class Saves:
                 files=files,
                 exports=exports,
             )
-            return self._enter(request, step, operation, promised=promised)
+            return self._enter(request, step, operation, began, promised=promised)
         except BaseException as error:
             for one in exports:
                 one.cancel()
@@ -492,8 +513,10 @@ class Saves:
                 )
         return replace(options, writer=mine.writer, streaming=mine.streaming)
 
-    def _enter(self, request: SaveRequest, step: int, operation: Operation | None, *, promised: bool) -> PendingSave:
-        """Let a save enter the queue, and begin when its turn comes."""
+    def _enter(
+        self, request: SaveRequest, step: int, operation: Operation | None, began: float, *, promised: bool
+    ) -> PendingSave:
+        """Let a save enter the queue, and begin when its turn comes. Its call has begun at ``began``."""
         when_full: WhenFull = "wait" if promised else self._when_full
         if operation is None:
             entry = QueueEntry(self._queue, when_full)
@@ -515,15 +538,14 @@ class Saves:
             # that waits at the fence for this one.
             later = when_full == "latest" and not entry.begins
             if not later and not entry.is_refused:
-                writer = request.prepare(operation)
+                writer = request.prepare(operation, reasons=entry.reasons)
             launch = partial(self._launch, request, entry, operation, step)
             work = QueuedSave(self._run.url, step, entry, writer, launch)
             if self._run.leads:
                 self._exports.delete_after(request.exports)
             pending = context.run(PendingSave, work, request.exports)
             self._watch_over(pending, step)
-            if writer is not None:
-                writer.wait_if_eager()
+            caller_waited("call", began, {} if writer is None else writer.wait_if_eager(), work.context)
         except BaseException:
             entry.release() if pending is None else pending.cancel()
             if writer is not None:
@@ -546,7 +568,7 @@ class Saves:
         try:
             if writer is None:
                 with time_limit(Deadline.after(request.options.timeout_s)):
-                    writer = await run_by_caller(request.prepare, operation)
+                    writer = await run_by_caller(request.prepare, operation, reasons=entry.reasons)
             work = request.launch(writer, target, generation, operation=operation)
         except Exception as error:
             if operation is None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, InvalidStateError
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -684,8 +684,10 @@ async def report(call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -
         call(*args, **kwargs)
         return
 
+    context = copy_context()  # of the call: it may tell an observer what the program was doing
+
     def observers() -> None:
-        call(*args, **kwargs)
+        context.run(call, *args, **kwargs)
 
     with time_limit(None):
         await io_threads().run(observers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -24,6 +25,7 @@ __all__ = [
     "copy_all",
     "copyable",
     "cuda_library",
+    "dcp_logger",
     "dtype_from_name",
     "dtype_name",
     "extent_bytes",
@@ -435,3 +437,11 @@ def transformed_stream(extensions: Sequence[Any], item: Any, stream: Any) -> tup
 
     transformed, descriptors = _StorageWriterTransforms(list(extensions)).transform_save_stream(item, stream)
     return transformed, tuple(descriptors)
+
+
+def dcp_logger() -> logging.Logger:
+    """Return the logger that DCP logs its calls to, with the handlers that are registered for it."""
+    from torch.distributed.checkpoint.logger import _dcp_logger
+
+    logger: logging.Logger = _dcp_logger
+    return logger

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field, replace
@@ -19,6 +20,7 @@ from .._runtime.caller import run_by_caller
 from .._runtime.public import public
 from .._runtime.tasks import run_shielded, running_loop, runs_in_trio
 from .._runtime.threads import Deadline, io_threads
+from .._runtime.waits import WaitReasons, caller_waited
 from .._staging import AsyncStager, Captured, capture
 from .._storage import Location, check_sources, locate_directory
 from .._worker.client import Worker, choose_worker
@@ -198,6 +200,7 @@ def async_save(
     # What is wrong with the call is raised here, and what is wrong with the state by the pending: a look at every
     # tensor takes about ten times as long as taking references to them, and this call is on the loop. Nothing is
     # written before the look.
+    began = time.monotonic()
     if runs_in_trio():
         running_loop("async_save")  # raises: what this returns cannot be awaited there
     member, operation = group_of(process_group), None
@@ -230,8 +233,9 @@ def async_save(
             overwrite=overwrite,
         )
         writer = request.prepare(operation, member)
-        pending = PendingSave(request.launch(writer, location, operation=operation, member=member), exports)
-        writer.wait_if_eager()
+        work = request.launch(writer, location, operation=operation, member=member)
+        pending = PendingSave(work, exports)
+        caller_waited("call", began, writer.wait_if_eager(), work.context)
         return pending
     except BaseException as error:  # also one that a signal handler raises
         if pending is not None:
@@ -279,8 +283,14 @@ class SaveRequest:
         object.__setattr__(self, "encoded_metadata", encode_metadata(metadata))
         object.__setattr__(self, "sources", check_sources(files))
 
-    def prepare(self, operation: Operation | None = None, member: Member | None = None) -> LiveWriter:
-        """Return the writer of the state as it is now, for ``launch``. Called in the thread of the call."""
+    def prepare(
+        self,
+        operation: Operation | None = None,
+        member: Member | None = None,
+        reasons: WaitReasons | None = None,
+    ) -> LiveWriter:
+        """Return the writer of the state as it is now, for ``launch``. Called in the thread of the call. ``reasons``
+        are those for which the save waits before it begins."""
         options = self.options
         check_stager(self.stager)
         if options.digest is not None:
@@ -296,6 +306,7 @@ class SaveRequest:
             budget_bytes=STREAM_BYTES if options.streaming else None,
             shared=self.worker[0] is not None,
             readers=0 if together else len(self.exports),
+            reasons=reasons,
         )
 
     def launch(

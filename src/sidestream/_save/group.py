@@ -12,6 +12,7 @@ from typing import Any
 
 from .._group import Operation, Stopped, has_ended
 from .._runtime.threads import Deadline, Stop, ThreadFuture, io_threads, pause_point, report, time_limit
+from .._runtime.waits import WaitReasons
 from ..errors import NotDurableError, OutcomeUnknownError, RankFailuresError, SidestreamError
 from ..events import SaveContext
 from ..options import Outcome
@@ -41,6 +42,11 @@ class FailedSave:
     error: BaseException
     outcome: Outcome = "absent"
     progress: SaveProgress = field(default_factory=SaveProgress)
+    reasons: WaitReasons = field(default_factory=lambda: WaitReasons("ranks"))
+
+    @property
+    def context(self) -> SaveContext:
+        return SaveContext("save", self.url, rank=self.operation.rank, world=self.operation.world)
 
     async def run(self, staged: Future[None]) -> SaveInfo:
         lifecycle = Lifecycle(SaveContext("save", self.url, rank=self.operation.rank, world=self.operation.world))

@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 from array import array
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -135,14 +135,14 @@ class AgreedLayout:
             "values": values.digest,
             "knows": list(known),
         }
-        answer = json.loads(operation.exchange("plan", json.dumps(part).encode(), rank0.look_up))
+        answer = json.loads(self._exchange("plan", json.dumps(part).encode(), rank0.look_up))
         agreement = None
         if answer["detail"]:
             rows, digests = table.held.raw_rows if answer["rows"] else b"", json.dumps(dict(values.digests)).encode()
             # Replicas are compared in the first save of a state dict, not in each one: it takes time for each tensor.
             replicas = b"" if answer["agreement"] in known else table.replica_digests().tobytes()
             detail = join_pieces(rows, table.held.raw_boxes, digests, replicas)
-            raw = operation.exchange("assign", detail, rank0.agree)
+            raw = self._exchange("assign", detail, rank0.agree)
             if raw:
                 agreement = rank0.made or Agreement(answer["agreement"], Assignment.unpack(raw))
         if agreement is None:
@@ -153,6 +153,15 @@ class AgreedLayout:
         operation.first = answer["first"]
         operation.step = "write"
         return plan
+
+    def _exchange(self, step: str, part: bytes, decide: Callable[[Sequence[bytes]], bytes | Sequence[bytes]]) -> bytes:
+        """Do one step with the other ranks. Blocks."""
+        reasons = self._save.reasons
+        reasons.change("ranks")
+        try:
+            return self._operation.exchange(step, part, decide)
+        finally:
+            reasons.change("copies")
 
     # --- the layout, when all is written ---
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextvars import copy_context
 from dataclasses import replace
 from typing import Literal
 
@@ -38,12 +39,18 @@ class Lifecycle:
     def __init__(self, save: SaveContext) -> None:
         self.seconds: dict[str, float] = {}
         self._save = save
+        self._context = copy_context()
         self._phase: Literal["plan", "write", "commit"] = "plan"
         self._began = time.monotonic()
         self._open = False  # started, and not ended
         self._lock = threading.Lock()  # never held while an observer runs
         self._queued: deque[SaveEvent] = deque()
         self._emitting = False
+
+    @property
+    def context(self) -> SaveContext:
+        """The save, as the next event will describe it."""
+        return self._save
 
     def mark(self, phase: str) -> None:
         """Record that ``phase`` has ended, the first time that this is called for it."""
@@ -116,7 +123,8 @@ class Lifecycle:
                 event = self._queued.popleft()
                 self._emitting = True
             try:
-                emit(event)
+                # With the context variables of the call, which may tell an observer what the program was doing.
+                self._context.run(emit, event)
             finally:
                 # Without the lock. Only the thread that has set the flag resets it, and the next round of the loop
                 # looks at the queue again. An event that was queued in between is emitted there or by the thread that

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 
 from .._runtime.tasks import run_shielded
 from .._runtime.threads import Stop, report, time_limit
+from .._runtime.waits import WaitReasons
+from ..events import SaveContext
 from ..options import Outcome
 from .pending import SaveInfo, SaveProgress
 from .running import Save
@@ -197,6 +199,14 @@ class SaveOperation:
     @property
     def progress(self) -> SaveProgress:
         return self.writer.progress()
+
+    @property
+    def context(self) -> SaveContext:
+        return self.save.lifecycle.context
+
+    @property
+    def reasons(self) -> WaitReasons:
+        return self.save.reasons
 
     async def run(self, staged: Future[None]) -> SaveInfo:
         lifecycle = self.save.lifecycle

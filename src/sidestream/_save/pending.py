@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from typing import Any, Protocol
 
 from .._engine.handle import Pending, Waitable
 from .._runtime.public import Displayed, Table, public, readable_bytes
+from .._runtime.waits import WaitReasons, caller_waited
 from ..errors import SkippedError
+from ..events import SaveContext
 from ..options import Durability, Outcome
 from .sinks import PendingExport
 
@@ -83,8 +86,37 @@ class SaveWork(Protocol):
     @property
     def progress(self) -> SaveProgress: ...
 
+    @property
+    def context(self) -> SaveContext: ...
+
+    @property
+    def reasons(self) -> WaitReasons:
+        """Why a caller has to wait until the sources may change."""
+
     async def run(self, staged: Future[None]) -> SaveInfo:
         """Do the save, and resolve ``staged`` when the sources may change again."""
+
+
+class _Staged(Waitable[None]):
+    """``PendingSave.staged``. Observers learn how long it held up its callers."""
+
+    def __init__(self, work: SaveWork) -> None:
+        super().__init__(f"staging {work.url}")
+        self._work = work
+
+    async def ended(self) -> None:
+        began = time.monotonic()
+        try:
+            await super().ended()
+        finally:
+            caller_waited("staged", began, (self._work.reasons,), self._work.context)
+
+    def _wait(self, timeout_s: float | None) -> None:
+        began = time.monotonic()
+        try:
+            super()._wait(timeout_s)
+        finally:
+            caller_waited("staged", began, (self._work.reasons,), self._work.context)
 
 
 @public
@@ -100,7 +132,7 @@ class PendingSave(Displayed, Pending[SaveInfo]):
         super().__init__(f"sidestream save {work.url}", f"saving {work.url}")
         self._work = work
         self._exports = exports
-        self._staged: Waitable[None] = Waitable(f"staging {work.url}")
+        self._staged: Waitable[None] = _Staged(work)
         self._start(self._save)
 
     def _summary(self) -> str:

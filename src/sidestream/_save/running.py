@@ -15,6 +15,7 @@ from .._format.shard import checksums_of
 from .._group import Operation
 from .._runtime.tasks import run_shielded
 from .._runtime.threads import Deadline, Stop, io_threads, report, time_limit, write_threads
+from .._runtime.waits import WaitReasons
 from .._storage import Attempt, Kind, Location, Space, Transaction, read_sources
 from .._worker.client import Worker
 from ..errors import NotDurableError, OutcomeUnknownError, SidestreamError, StorageNotSharedError, is_stuck
@@ -87,6 +88,8 @@ class Save:
                 world=world,
             )
         )
+        self.reasons = WaitReasons()
+        """Why a caller has to wait until the sources may change."""
         self.space = Space()
         """The space that the save and its exports need on file systems of this machine."""
         self.reads_files = any(not isinstance(one, bytes) for one in order.files.values())

@@ -8,6 +8,7 @@ memory.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -25,6 +26,7 @@ from .._runtime.threads import (
     result_of,
     write_threads,
 )
+from .._runtime.waits import WaitReasons, waited_for
 from .._staging import AsyncStager, Captured, SnapshotReader, Staging, borrow, give_back
 from .._storage import Body, BytesBody, ShardBody
 from ..errors import (
@@ -32,7 +34,7 @@ from ..errors import (
     DeadlineExceededError,
     SkippedError,
 )
-from ..events import observed
+from ..events import WaitReason, observed
 from .layouts import AgreedLayout, NativeLayout
 from .pending import SaveProgress
 from .running import Save
@@ -51,7 +53,7 @@ class LiveWriter:
     It is made in the thread of the call, so that copies are ordered after the work on the current streams of that
     thread. ``launch`` may come later, in any thread. ``stager`` is None if one is borrowed for this save, with
     ``budget_bytes``. ``shared``: a writer process writes. ``readers`` is the number of sinks that read the staged
-    memory too.
+    memory too. ``reasons`` are those of a save that has waited before this was made.
     """
 
     _save: Save
@@ -67,6 +69,7 @@ class LiveWriter:
         budget_bytes: int | None,
         shared: bool,
         readers: int,
+        reasons: WaitReasons | None = None,
     ) -> None:
         self._own: AsyncStager | None = None
         """The stager that was borrowed for this save."""
@@ -81,6 +84,7 @@ class LiveWriter:
         # than touching new memory. Not with a writer process: its windows stay leased until the receipt of their file,
         # so that another process can write them if this one is lost.
         self._staging: Staging[Any] = stager.prepare(captured, deadline, readers=readers, passes=not shared)
+        self._staging.reasons = reasons or self._staging.reasons
         self.snapshots = tuple(SnapshotReader(self._staging, number) for number in range(readers))
         """The reader of the snapshot for each sink."""
         self._bodies: list[ShardBody] = []
@@ -106,13 +110,18 @@ class LiveWriter:
             # process.
             stager.share()
         self._staging.deadline = save.deadline
+        save.reasons = self._staging.reasons
+        save.reasons.change("copies")
         stager.enqueue(self._staging, partial(layout.lay_out, stager.plans, stager.budget_bytes))
         save.lifecycle.will_start()  # the writing thread calls the observers
 
-    def wait_if_eager(self) -> None:
+    def wait_if_eager(self) -> dict[WaitReason, float]:
         """Block until the sources in host memory are copied, if the mode of the stager guarantees that for a call. If
-        the state is larger than the free memory, that needs the windows that the writing thread releases."""
+        the state is larger than the free memory, that needs the windows that the writing thread releases. Return the
+        seconds by their reason."""
+        began = time.monotonic()
         self._stager.wait_if_eager(self._staging)
+        return waited_for((self._staging.reasons,), began)
 
     def cancel(self) -> None:
         """Stop copies, and end waits for memory. Called in any thread; does not block."""

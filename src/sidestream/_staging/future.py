@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
 from .._runtime.threads import ThreadFuture, Wakeup
+from .._runtime.waits import WaitReasons, caller_waited
 from ..errors import SkippedError
 
 __all__ = ["Copied", "StagingFuture", "ended", "raise_first"]
@@ -136,14 +138,19 @@ class _Retrieval:
 
 class Copied:
     """An awaitable that waits for the end of ``stages`` and raises the first error of one. A stage that was skipped
-    has not failed. DCP does not await it, which has no effect."""
+    has not failed. DCP does not await it, which has no effect. ``reasons`` are those to wait for them."""
 
-    def __init__(self, stages: Sequence[StagingFuture[Any]]) -> None:
+    def __init__(self, stages: Sequence[StagingFuture[Any]], reasons: Sequence[WaitReasons]) -> None:
         self._stages = stages
+        self._reasons = reasons
 
     def __await__(self) -> Generator[Any, None, None]:
-        for stage in self._stages:
-            yield from ended(stage).__await__()
+        began = time.monotonic()
+        try:
+            for stage in self._stages:
+                yield from ended(stage).__await__()
+        finally:
+            caller_waited("staged", began, self._reasons)
         raise_first(self._stages)
 
 

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .._runtime.rate import RateLimiter
 from .._runtime.threads import Deadline, Stop, ThreadFuture, result_of
 from .._runtime.torch_probes import outside_compile
+from .._runtime.waits import WaitReasons
 from ..errors import (
     ArenaExhaustedError,
     ClosedError,
@@ -88,8 +89,8 @@ class Staging(Generic[P]):
         """Whether the reader releases each image as soon as it can."""
         self.drain: Drain | None = None
         """The rate at which memory is returned. None if none is returned before everything is staged."""
-        self.waiting = False
-        """Whether the stage waits for memory now."""
+        self.reasons = WaitReasons()
+        """Why a caller has to wait for the sources."""
         self.on_copied: Callable[[], None] = _nothing
         """Called when ``copied`` has been resolved, in the thread that did that."""
         self.work: Future[None] | None = ThreadFuture()
@@ -175,6 +176,7 @@ class Staging(Generic[P]):
         if self.device is not None:
             self.device.drop()
         self._captured = None
+        self.reasons.change(None)
         self._resolve(self.free, error)
         self._resolve(self.copied, error)
         self._call_on_copied()
@@ -182,6 +184,7 @@ class Staging(Generic[P]):
     def freed(self, error: BaseException | None) -> None:
         """Resolve ``free`` before everything is in host memory, unless the copies on the devices failed."""
         if error is None:
+            self.reasons.change(None)
             self._resolve(self.free, None)
 
     def fail_early(self, error: SidestreamError) -> None:
@@ -344,7 +347,7 @@ def wait_until_read(stagings: Sequence[Staging[Any]], engine: DeviceEngine | Non
     for staging in stagings:
         if staging.reads_later:
             wait([staging.issued], deadline.remaining_s())
-            if not staging.issued.done() and staging.waiting:
+            if not staging.issued.done() and staging.reasons.now == "memory":
                 raise ArenaExhaustedError(
                     f"a stage found no memory within timeout_s={deadline.timeout_s:g}, and its sources must not change "
                     "before it has: release() staged state dicts, raise budget_bytes=, or choose when_full="

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -25,6 +26,7 @@ from .._runtime.rate import RateLimiter
 from .._runtime.tasks import run_shielded, running_loop
 from .._runtime.threads import Deadline, Stop, Threads, TorchThreads, time_limit
 from .._runtime.unretrieved import UnretrievedErrors, raise_all
+from .._runtime.waits import caller_waited
 from ..errors import (
     ArenaExhaustedError,
     AsyncOnlyError,
@@ -35,6 +37,7 @@ from ..errors import (
     SidestreamError,
     SkippedError,
 )
+from ..events import WaitReason
 from ..options import WhenFull, check_choice, check_count, check_timeout
 from .arena import PAGE_BYTES, Allocation, Arena, ArenaStatistics, Backing, MappedMemory, whole_pages
 from .captured import Captured, capture
@@ -178,7 +181,8 @@ class AsyncStager:
         for staging in stagings:
             staging.pace.lift_limit()
         return Copied(
-            [one for one in self._unretrieved.operations() if one.done()] + [staging.free for staging in stagings]
+            [one for one in self._unretrieved.operations() if one.done()] + [staging.free for staging in stagings],
+            [staging.reasons for staging in stagings],
         )
 
     def fence(self, timeout_s: float | None = None) -> None:
@@ -200,8 +204,11 @@ class AsyncStager:
         """
         self._check_process()
         deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
-        stagings = self._in_flight()
-        wait_until_read(stagings, self._device, deadline)
+        stagings, began = self._in_flight(), time.monotonic()
+        try:
+            wait_until_read(stagings, self._device, deadline)
+        finally:
+            caller_waited("fence", began, (staging.reasons for staging in stagings))
         raise_first(self._unretrieved.operations())
 
     def guard(self, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -717,7 +724,7 @@ class AsyncStager:
         refuse = self._when_full in ("skip", "fail") and not staging.committed
         # Read by ``wait_until_read`` in another thread: a fence that ends at its deadline says whether the stage had
         # found no memory, or was only slow.
-        staging.waiting = True
+        self._change_reasons("copies", "memory")
         try:
             lease = self._arena.lease(
                 nbytes,
@@ -732,10 +739,16 @@ class AsyncStager:
                 raise self._full(nbytes) from error
             raise
         finally:
-            staging.waiting = False
+            self._change_reasons("memory", "copies")
         # With its first memory the stage has begun. Until then a newer stage may take its place, and nothing is lost.
         staging.commit()
         return lease
+
+    def _change_reasons(self, old: WaitReason, new: WaitReason) -> None:
+        """Record why callers wait, also for the stages behind the one that is being copied."""
+        for staging in self._in_flight():
+            if staging.reasons.now == old:
+                staging.reasons.change(new)
 
     def _fill_image(self, staging: Staging[Any], layout: ImageLayout, image: StagedImage) -> None:
         engine, lease = self._device, image.lease()

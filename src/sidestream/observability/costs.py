@@ -1,0 +1,233 @@
+"""``Costs``: what saves cost the training, by cause."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from array import array
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from .._runtime.public import Displayed, Table, readable_bytes
+from ..events import CallerWaited, Event, LoadEvent, SaveCommitted, SaveEvent, SaveFailed, SaveSkipped
+from .observer import EventObserver
+from .phases import WorkInProgress
+
+__all__ = ["CostReport", "Costs", "Sums"]
+
+_FEWEST_STEPS = 20
+_KEPT = 256
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class CostReport(Displayed):
+    """The time that saves have cost the training, by cause.
+
+    Attributes:
+        run_s: The length of the run so far, in seconds.
+        seconds: The seconds that the run lost, by cause: ``"call"``, ``"staged"`` and ``"fence"`` as in
+            ``events.CallerWaited``, and ``"dilation"``, by which steps beside a save were longer. A second in which
+            several callers waited counts once. No dilation without 20 steps beside saves and 20 without one.
+        waited_for: How many of these seconds callers waited for a slot, for ranks, for memory and for copies.
+        saves: The number of committed saves.
+        failed: The number of saves that failed or were cancelled.
+        skipped: The number of saves that were skipped.
+        nbytes: The bytes of committed saves, of all their ranks.
+        saving_s: The seconds from the start of each committed save to its commit, added up.
+        last_step: The step that was committed last, or None.
+        last_durable_age_s: The seconds since the last commit, or None.
+        steps_beside: The number of training steps beside a save.
+        steps_without: The number of training steps without a save.
+    """
+
+    run_s: float
+    seconds: Mapping[str, float]
+    waited_for: Mapping[str, float]
+    saves: int
+    failed: int
+    skipped: int
+    nbytes: int
+    saving_s: float
+    last_step: int | None
+    last_durable_age_s: float | None
+    steps_beside: int
+    steps_without: int
+
+    @property
+    def lost_s(self) -> float:
+        """The seconds that the run lost, for all causes."""
+        return sum(self.seconds.values())
+
+    @property
+    def gb_per_s(self) -> float:
+        """The bytes of committed saves over the time that they took, in GB/s; 0 without a save."""
+        return self.nbytes / self.saving_s / 1e9 if self.saving_s else 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the report as numbers by name, for any ``log(dict, step=)``. What is not known is left out.
+
+        Returns:
+            The names end in ``_s`` for seconds and in ``_share`` for shares of the run.
+        """
+        found: dict[str, float] = {"run_s": self.run_s, "lost_s": self.lost_s, "lost_share": self._share(self.lost_s)}
+        for cause, seconds in self.seconds.items():
+            found |= {f"{cause}_s": seconds, f"{cause}_share": self._share(seconds)}
+        found |= {f"waited_for_{reason}_s": seconds for reason, seconds in self.waited_for.items()}
+        counts = ("saves", "failed", "skipped", "nbytes", "gb_per_s", "steps_beside", "steps_without")
+        found |= {name: getattr(self, name) for name in counts}
+        known = {"last_step": self.last_step, "last_durable_age_s": self.last_durable_age_s}
+        return found | {name: value for name, value in known.items() if value is not None}
+
+    def __str__(self) -> str:
+        rows = list(self._table().rows)
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        lines = [f"  {what:<{widths[0]}}  {value:>{widths[1]}}  {share}".rstrip() for what, value, share in rows]
+        return "\n".join([self._summary(), *lines])
+
+    def _share(self, seconds: float) -> float:
+        return seconds / self.run_s if self.run_s else 0.0
+
+    def _summary(self) -> str:
+        return f"{self.lost_s:.3f} s of {self.run_s:.1f} s lost to {self.saves} saves ({self._share(self.lost_s):.2%})"
+
+    def _table(self) -> Table:
+        rows = [[cause, f"{seconds:.3f} s", f"{self._share(seconds):.2%}"] for cause, seconds in self.seconds.items()]
+        rows += [[f"waited for {reason}", f"{seconds:.3f} s", ""] for reason, seconds in self.waited_for.items()]
+        rows += [["saves", str(self.saves), ""]]
+        rows += [[name, str(count), ""] for name in ("failed", "skipped") if (count := getattr(self, name))]
+        rows += [["bytes", readable_bytes(self.nbytes), ""], ["rate", f"{self.gb_per_s:.3f} GB/s", ""]]
+        if self.last_durable_age_s is not None:
+            step = "" if self.last_step is None else f"step {self.last_step}"
+            rows.append(["age of the last commit", f"{self.last_durable_age_s:.1f} s", step])
+        return Table(("cause", "seconds", "share of the run"), rows, len(rows))
+
+
+@dataclass(slots=True)
+class Sums:
+    """The sums of a run, from its events. Its user has a lock."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("call", "staged", "fence"), 0.0))
+    waited_for: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("slot", "ranks", "memory", "copies"), 0.0)
+    )
+    saves: int = 0
+    failed: int = 0
+    skipped: int = 0
+    nbytes: int = 0
+    saving_s: float = 0.0
+    last: tuple[int | None, int] | None = None
+    """The step that was committed last, and when (``time_ns``)."""
+    _waits: list[tuple[int, int]] = field(default_factory=list)
+
+    def take(self, event: Event) -> None:
+        """Add an event to the sums."""
+        match event:
+            case CallerWaited():
+                self._take_wait(event)
+            case SaveEvent(save=save) if save.operation == "save":
+                self._take_end(event)
+
+    def _take_end(self, event: SaveEvent) -> None:
+        match event:
+            case SaveCommitted(nbytes=nbytes, seconds=seconds):
+                self.saves += 1
+                self.nbytes += nbytes
+                self.saving_s += seconds.get("committed", 0.0)
+                self.last = (event.save.step, event.time_ns)
+            case SaveFailed():
+                self.failed += 1
+            case SaveSkipped():
+                self.skipped += 1
+
+    def _take_wait(self, event: CallerWaited) -> None:
+        """Add the part of a wait in which no other caller has waited. Events come at the end of their waits."""
+        whole = event.seconds
+        new = self._uncovered(event.time_ns - int(whole * 1e9), event.time_ns) / 1e9
+        self.seconds[event.cause] += new
+        for reason, seconds in event.waited_for.items():
+            self.waited_for[reason] += seconds * new / whole
+
+    def _uncovered(self, began: int, ended: int) -> int:
+        """Return the part of an interval that no interval before has covered, and add it to these."""
+        touching = [one for one in self._waits if one[0] <= ended and one[1] >= began]
+        covered = sum(min(until, ended) - max(since, began) for since, until in touching)
+        whole = (min(since for since, _ in [(began, ended), *touching]), max(ended, *(one[1] for one in touching), 0))
+        self._waits = [*(one for one in self._waits if one not in touching), whole][-_KEPT:]
+        return max(ended - began - covered, 0)
+
+    def report(
+        self, run_s: float, now_ns: int, *, dilation_s: float | None = None, beside: int = 0, without: int = 0
+    ) -> CostReport:
+        """Return the sums of a run of ``run_s`` seconds until ``now_ns``."""
+        seconds = self.seconds | ({} if dilation_s is None else {"dilation": dilation_s})
+        return CostReport(
+            run_s,
+            MappingProxyType(dict(seconds)),
+            MappingProxyType(dict(self.waited_for)),
+            self.saves,
+            self.failed,
+            self.skipped,
+            self.nbytes,
+            self.saving_s,
+            None if self.last is None else self.last[0],
+            None if self.last is None else max(now_ns - self.last[1], 0) / 1e9,
+            beside,
+            without,
+        )
+
+
+class Costs(EventObserver):
+    """Adds up what saves cost a run, from its construction on.
+
+    ``with costs.step():`` around each training step adds the cause that no call shows: steps beside a save are slower,
+    because the save uses processors, memory and the GIL.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+        self._sums = Sums()
+        self._work = WorkInProgress()
+        self._beside, self._without = array("d"), array("d")
+        super().__init__()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Measure one training step. Time in which a caller waits counts for the cause of the wait, not for the
+        step."""
+        began, waited, started, saving = time.monotonic(), *self._state()
+        yield
+        seconds = time.monotonic() - began
+        waited_then, started_then, _ = self._state()
+        beside = saving or started_then > started
+        with self._lock:
+            (self._beside if beside else self._without).append(seconds - (waited_then - waited))
+
+    def report(self) -> CostReport:
+        """Return the costs so far."""
+        with self._lock:
+            beside, without = self._beside, self._without
+            dilation_s = None
+            if min(len(beside), len(without)) >= _FEWEST_STEPS:
+                dilation_s = max(sum(beside) - len(beside) * statistics.median(without), 0.0)
+            return self._sums.report(
+                time.monotonic() - self._began,
+                time.time_ns(),
+                dilation_s=dilation_s,
+                beside=len(beside),
+                without=len(without),
+            )
+
+    def _observe(self, event: Event) -> None:
+        with self._lock:
+            self._sums.take(event)
+            if isinstance(event, (SaveEvent, LoadEvent)):
+                self._work.follow(event)
+
+    def _state(self) -> tuple[float, int, bool]:
+        """Return the seconds that callers have waited, how many saves have started, and whether one is under way."""
+        with self._lock:
+            return sum(self._sums.seconds.values()), self._work.started, self._work.saves > 0
