@@ -42,8 +42,6 @@ from ..errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOpt
 from ..options import Durability, Progress, Storage, check_budget, check_choice, check_timeout
 from .windows import WINDOWS, PlainFiles, WindowedFile, Windows
 
-__all__ = ["CopyReport", "copy", "remove"]
-
 _MOST_WINDOW_BYTES = 64 << 20
 _PAGE_BYTES = 4096
 

@@ -51,8 +51,6 @@ from .streamed import Stream, pieces_of
 from .targets import OutTensor, safetensors_layout
 from .windows import PlainFiles
 
-__all__ = ["HF"]
-
 _STEP = "{step}"
 _GONE = frozenset(one.__name__ for one in (CheckpointNotFoundError, CorruptCheckpointError, FileNotFoundError))
 """The errors of a reader whose checkpoint is replaced or removed meanwhile."""

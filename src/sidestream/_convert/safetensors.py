@@ -11,16 +11,6 @@ from typing import TypeVar
 from .._format.safetensors import DTYPES, PREFIX_BYTES, STAMP
 from ..errors import UnsupportedTensorError
 
-__all__ = [
-    "ALIGN_BYTES",
-    "Named",
-    "alignment",
-    "file_names",
-    "header_of",
-    "index_of",
-    "shards_of_sizes",
-]
-
 ALIGN_BYTES = 8
 
 _DTYPE_NAMES = {dtype: spelled for spelled, dtype in DTYPES.items()}

@@ -35,8 +35,6 @@ from .targets import (
     OutTensor,
 )
 
-__all__ = ["Selection", "select_from"]
-
 _FORMAT_NAMES = {"torch": "files of torch.save as this version writes them", "safetensors": "safetensors"}
 
 

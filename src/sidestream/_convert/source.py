@@ -47,17 +47,6 @@ from ..options import Progress, Verify
 from .targets import Slice, TargetFile
 from .windows import WINDOWS, WindowedFile, Windows
 
-__all__ = [
-    "Pipeline",
-    "Source",
-    "SourceTensor",
-    "holds",
-    "newer_generation",
-    "open_source",
-    "source_of",
-    "window_bytes_within",
-]
-
 _MIB = 1 << 20
 _VIEWS_ALWAYS_BYTES = 64 << 20
 _VIEWS_RATIO = 16

@@ -20,8 +20,6 @@ from ..errors import (
 )
 from .targets import OutTensor, SafetensorsFile
 
-__all__ = ["Stream", "pieces_of"]
-
 _PART_BYTES = 16 << 20
 
 

@@ -28,19 +28,6 @@ from .._runtime.threads import Stop, holding_gil, paced, wait_for_change
 from .safetensors import ALIGN_BYTES, Named, alignment, file_names, header_of, index_of, shards_of_sizes
 from .windows import WindowedFile
 
-__all__ = [
-    "DcpTarget",
-    "OutTensor",
-    "OutValue",
-    "SafetensorsFile",
-    "Slice",
-    "TargetFile",
-    "Written",
-    "safetensors_files",
-    "safetensors_layout",
-    "torch_file",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class OutTensor(Named):

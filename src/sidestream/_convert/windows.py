@@ -20,8 +20,6 @@ from .._save.operation import RankReceipt
 from .._storage import Transaction
 from ..errors import ClosedError, allocating
 
-__all__ = ["WINDOWS", "PlainFiles", "WindowedFile", "Windows"]
-
 WINDOWS = 4
 """The number of windows that are in memory at the same time."""
 _UNMAPPED_S = 5.0  # not longer, because memory of a device that does not respond may be in the way

@@ -15,8 +15,6 @@ from .._runtime.threads import Deadline, ThreadFuture, time_limit
 from .handle import Pending
 from .loop import OperationLoop, operation_loop
 
-__all__ = ["as_operation", "call_from_thread", "in_operation"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

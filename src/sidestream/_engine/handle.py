@@ -22,8 +22,6 @@ from .._runtime.threads import ThreadFuture, Wakeup, io_threads
 from ..errors import DeadlineExceededError, ForkedProcessError, SkippedError, printable_lines
 from .loop import operation_loop
 
-__all__ = ["Pending", "Waitable"]
-
 _log = logging.getLogger("sidestream")
 
 T = TypeVar("T")

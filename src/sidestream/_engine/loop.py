@@ -26,8 +26,6 @@ from .._runtime.tasks import supervise, supervised_tasks
 from .._runtime.threads import ThreadFuture, io_threads, read_threads, write_threads
 from ..options import check_seconds
 
-__all__ = ["OperationLoop", "operation_loop", "set_exit_timeout"]
-
 _log = logging.getLogger("sidestream")
 
 _LAG_S = 0.1

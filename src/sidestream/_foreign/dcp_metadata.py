@@ -31,8 +31,6 @@ from .pickles.tensors import DtypeNames, is_dtype
 from .pickles.unpickle import Global, Limits, Pairs, PickledCall, decode
 from .transforms import check_transforms
 
-__all__ = ["DcpDescription", "differences", "read_dcp_description", "read_dcp_metadata", "with_opaque_entries"]
-
 _METADATA = "torch.distributed.checkpoint.metadata"
 _TENSOR = f"{_METADATA}.TensorStorageMetadata"
 _LEGACY = "torch.distributed._shard.sharded_tensor.metadata"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from .._format.safetensors import INDEX_NAME, SUFFIX
 from .torch_zip.zip import is_older, is_zip
 
-__all__ = ["HEAD_BYTES", "other_kind", "part_of_checkpoint"]
-
 HEAD_BYTES = 512
 """The number of bytes at the beginning of a file that determine its kind."""
 

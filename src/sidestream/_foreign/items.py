@@ -33,24 +33,6 @@ from .torch_zip.file import Records, TensorPayload, open_tensor_item, open_value
 from .torch_zip.zip import Seekable, TorchZip, is_older, is_zip
 from .transforms import TENSORS_ALWAYS_BYTES, VALUES_ALWAYS_BYTES, UnpackBudget, may_expand, require, unpack
 
-__all__ = [
-    "MAX_VALUE_BYTES",
-    "SourceFile",
-    "Unlocated",
-    "ValueBudgets",
-    "check_item_records",
-    "check_opaque_item",
-    "locate",
-    "locate_all",
-    "located",
-    "read_as_saved",
-    "read_item",
-    "read_value",
-    "read_values",
-    "refuse_opaque",
-    "unpack_chunk",
-]
-
 Unlocated: TypeAlias = SidestreamError | FileNotFoundError
 """Why the zip of a tensor cannot be opened."""
 

@@ -36,16 +36,6 @@ from .torch_zip.file import read_torch_file
 from .torch_zip.zip import other_zip
 from .transforms import require
 
-__all__ = [
-    "FILE_SUFFIXES",
-    "TORCH_SUFFIXES",
-    "agree",
-    "is_foreign",
-    "read_file_manifest",
-    "read_foreign_manifest",
-]
-
-
 _ONE_OF_MANY = re.compile(rf"(?!shard-)(.+)-[0-9]{{5}}-of-([0-9]{{5}}){re.escape(SUFFIX)}")
 
 MOST_JSON_BYTES = 100_000_000

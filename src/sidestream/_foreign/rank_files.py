@@ -11,8 +11,6 @@ from .._format.records import Chunk, Entry, Manifest, TensorEntry, ValueEntry, n
 from .._runtime.pauses import collected, paced
 from ..errors import CorruptCheckpointError
 
-__all__ = ["Item", "Replica", "is_rank_file", "merge_ranks", "rank_files", "ranks_among"]
-
 _NAME = re.compile(r"__(0|[1-9][0-9]{0,6})\.metadata")
 
 Item: TypeAlias = "tuple[TensorEntry, Chunk] | ValueEntry"

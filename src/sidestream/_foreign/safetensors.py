@@ -17,17 +17,6 @@ from .._format.safetensors import DTYPES, INDEX_NAME
 from .._runtime.pauses import collected, paced
 from ..errors import CorruptCheckpointError, UnsupportedCheckpointError
 
-__all__ = [
-    "Header",
-    "TensorSlice",
-    "header_bytes",
-    "locate_shards",
-    "manifest_of_headers",
-    "parse_header",
-    "parse_index",
-    "shards_of",
-]
-
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
 
 

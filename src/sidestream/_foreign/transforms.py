@@ -12,17 +12,6 @@ from .._format.records import Entry, TensorEntry
 from .._runtime.pauses import pause_point
 from ..errors import CorruptCheckpointError, MissingExtraError, UnsupportedCheckpointError
 
-__all__ = [
-    "TENSORS_ALWAYS_BYTES",
-    "VALUES_ALWAYS_BYTES",
-    "UnpackBudget",
-    "check_expansion",
-    "check_transforms",
-    "may_expand",
-    "require",
-    "unpack",
-]
-
 _RATIO = 64
 TENSORS_ALWAYS_BYTES = 1 << 30
 VALUES_ALWAYS_BYTES = 64 << 20

@@ -11,8 +11,6 @@ import math
 from collections.abc import Sequence
 from itertools import combinations
 
-__all__ = ["Box", "TooIntricateError", "find_overlap", "volume"]
-
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """``(offsets, sizes)``."""
 

@@ -41,17 +41,6 @@ from .records import (
 from .shard import BlockSums
 from .shared import Shared
 
-__all__ = [
-    "Described",
-    "Template",
-    "described",
-    "index_of",
-    "is_metadata_of",
-    "metadata_end",
-    "places_of_rank",
-]
-
-
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]

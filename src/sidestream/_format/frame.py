@@ -19,8 +19,6 @@ from zlib import crc32
 from . import pickles as p
 from .records import DTYPES, itemsize, row_major_strides, written_dtype
 
-__all__ = ["Archive", "Content", "Frame", "frame_tensor", "frame_value", "tensor_pickle"]
-
 _DOS_DATE = 0x21  # 1980-01-01, the earliest date of a zip, so that files do not depend on the clock
 _CRC_FOLLOWS = 0x08
 _MAX_32 = 0xFFFFFFFF

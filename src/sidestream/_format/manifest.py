@@ -43,20 +43,6 @@ from .shared import (
     value_line_of,
 )
 
-__all__ = [
-    "entry_line",
-    "head_line",
-    "line_around_checksums",
-    "marker_of",
-    "metadata_line",
-    "parse_composite",
-    "parse_manifest",
-    "parse_metadata_line",
-    "root_body",
-    "write_manifest",
-    "write_root",
-]
-
 T = TypeVar("T")
 _VERSION = 1
 _SHARED_VERSION = 2

@@ -17,24 +17,6 @@ from ..errors import CorruptCheckpointError
 from . import pickles as p
 from .records import manifest_name
 
-__all__ = [
-    "ATTRIBUTE",
-    "END",
-    "MAX_METADATA_BYTES",
-    "METADATA_NAME",
-    "TAIL_BYTES",
-    "Marker",
-    "attribute_end",
-    "attribute_of",
-    "damaged",
-    "find_attribute",
-    "find_marker",
-    "is_complete",
-    "marker_attribute",
-    "with_marker",
-]
-
-
 METADATA_NAME = ".metadata"
 ATTRIBUTE = "sidestream"
 TAIL_BYTES = 4096

@@ -10,22 +10,6 @@ from collections.abc import Iterable
 
 from ..errors import UnsafeObjectError
 
-__all__ = [
-    "EMPTY_DICT",
-    "FALSE",
-    "NONE",
-    "TRUE",
-    "call",
-    "dict_of",
-    "global_",
-    "integer",
-    "list_of",
-    "real",
-    "rebuilt",
-    "text",
-    "tuple_of",
-]
-
 _length = struct.Struct("<I").pack  # looked up once, because a checkpoint of 10,000 tensors has 50,000 texts
 
 NONE, TRUE, FALSE, EMPTY_DICT = b"N", b"\x88", b"\x89", b"}"

@@ -11,49 +11,6 @@ from typing import Any, Literal, TypeAlias
 
 from ..errors import SidestreamError
 
-__all__ = [
-    "BLOCK_BYTES",
-    "DTYPES",
-    "MAX_FQN_CHARS",
-    "MAX_INTEGER_BYTES",
-    "MAX_MANIFEST_BYTES",
-    "MAX_PARTS",
-    "MAX_PATH_DEPTH",
-    "MAX_RANK",
-    "MAX_SIZE",
-    "SAVED_DTYPES",
-    "SLICE_BYTES",
-    "SPARSE_PARTS",
-    "STORAGE_DTYPES",
-    "SUB_BYTE_DTYPES",
-    "Chunk",
-    "CompositeEntry",
-    "DictKey",
-    "EmptyEntry",
-    "Entries",
-    "Entry",
-    "ForeignPayload",
-    "Key",
-    "Manifest",
-    "Node",
-    "OpaqueEntry",
-    "Row",
-    "TensorEntry",
-    "ValueEntry",
-    "all_parts",
-    "itemsize",
-    "manifest_name",
-    "name_of",
-    "name_problem",
-    "node_of_bytes",
-    "part_name",
-    "path_of",
-    "row_major_strides",
-    "shape_problem",
-    "stored",
-    "written_dtype",
-]
-
 BLOCK_BYTES = 1 << 20
 """The size of a block. A payload has one CRC-32 for each block. The last block may be shorter."""
 

@@ -17,8 +17,6 @@ from .checksum import DIGEST_BYTES, block_count
 from .records import MAX_FQN_CHARS, SAVED_DTYPES, Key, Row, itemsize
 from .validate import check_path, check_shape
 
-__all__ = ["Rows"]
-
 _Layout: TypeAlias = tuple[str, tuple[int, ...], int, int]
 """Dtype, shape, bytes of the payload, blocks of the payload."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-__all__ = ["DTYPES", "INDEX_NAME", "PREFIX_BYTES", "STAMP", "STAMP_BYTES", "SUFFIX", "is_stamped"]
-
 INDEX_NAME = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 PREFIX_BYTES = 8

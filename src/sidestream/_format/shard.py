@@ -31,17 +31,6 @@ from .checksum import (
 from .frame import Frame, frame_tensor
 from .records import BLOCK_BYTES, Chunk
 
-__all__ = [
-    "PAGE_BYTES",
-    "BlockSums",
-    "Placed",
-    "Sealer",
-    "ShardLayout",
-    "Window",
-    "checksums_of",
-]
-
-
 _SMALL_BYTES = 64 << 10
 _SMALL_RUN_BYTES = 256 << 10  # fits into the cache of a core
 RUN_ITEMS = 128

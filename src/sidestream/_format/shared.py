@@ -31,23 +31,6 @@ from .records import (
     name_of,
 )
 
-__all__ = [
-    "PartName",
-    "PlacedBox",
-    "RankPart",
-    "Root",
-    "Shared",
-    "SharedRow",
-    "chunk_fields",
-    "line_of",
-    "parse_chunk",
-    "parse_patterns",
-    "path_fields",
-    "row_lines",
-    "value_line_of",
-    "write_part",
-]
-
 _MOST_ROWS = 1 << 32
 
 

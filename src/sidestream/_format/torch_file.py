@@ -10,8 +10,6 @@ from .frame import Archive, tensor_pickle
 from .records import Node
 from .values import pickle_part
 
-__all__ = ["TorchFile"]
-
 
 class _Leaf(NamedTuple):
     pickled: bytes

@@ -35,19 +35,6 @@ from .records import (
 )
 from .shared import Root
 
-__all__ = [
-    "MAX_CHUNKS",
-    "MAX_ENTRIES",
-    "MAX_FILES",
-    "MOST_EXPANSION",
-    "check_composites",
-    "check_item",
-    "check_path",
-    "check_patterns",
-    "check_shape",
-    "validate",
-]
-
 MAX_ENTRIES = 10_000_000
 MAX_CHUNKS = 50_000_000
 MAX_FILES = 1_000_000

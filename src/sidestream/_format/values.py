@@ -32,16 +32,6 @@ from .frame import frame_value, tensor_pickle
 from .records import DTYPES, MAX_MANIFEST_BYTES, SLICE_BYTES, Node
 from .shared import value_line_of
 
-__all__ = [
-    "ValueItems",
-    "bytes_and_position",
-    "node_bytes",
-    "node_kind",
-    "pickle_node",
-    "pickle_part",
-    "value_item",
-]
-
 
 def node_kind(node: Node) -> tuple[str, Any]:
     """Return ``("scalar", node)``, or the kind and content of a tagged node. Raises ``CorruptCheckpointError`` for

@@ -13,8 +13,6 @@ from .._runtime.threads import io_threads
 from ..events import RanksMissing, emit
 from .operation import Operation, remedy
 
-__all__ = ["WARN_AFTER_S", "BeginMessage", "warn_of_missing"]
-
 _log = logging.getLogger("sidestream")
 
 WARN_AFTER_S = 5.0

@@ -9,8 +9,6 @@ from typing import Any, ParamSpec, TypeVar
 from .._runtime.tasks import wait_out
 from .operation import Operation, Stopped
 
-__all__ = ["prepare_together", "run_together", "stoppable"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

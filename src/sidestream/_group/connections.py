@@ -17,8 +17,6 @@ from typing import NamedTuple
 from .._runtime.messages import NOT_A_MESSAGE, Message, MessageDecoder, message_head
 from ..errors import CorruptCheckpointError
 
-__all__ = ["Connection", "GroupMessage", "GroupMessageKind", "close_in_children"]
-
 _MAX_BYTES = 1 << 30
 _MAX_HELLO_BYTES = 256  # the limit for a connection that is not authenticated yet
 

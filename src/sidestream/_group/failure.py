@@ -10,8 +10,6 @@ from typing import Any
 from .._runtime.error_data import data_of, error_from, text_of
 from ..errors import RankFailure, RankFailuresError, SidestreamError
 
-__all__ = ["pack", "pack_all", "rank_died", "unpack", "unpack_all"]
-
 _MOST_CHARS = 4000
 
 

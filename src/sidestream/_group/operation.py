@@ -25,8 +25,6 @@ from .._runtime.threads import Deadline
 from ..errors import ForkedProcessError, RankFailuresError
 from .failure import pack
 
-__all__ = ["FOLLOWING", "Decide", "Operation", "RankGroup", "Stopped", "remedy"]
-
 Answers: TypeAlias = "bytes | Sequence[bytes]"
 """One answer for all ranks, or one for each."""
 

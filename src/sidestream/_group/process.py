@@ -11,8 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["has_ended", "this_process"]
-
 
 def this_process() -> dict[str, Any]:
     """Return the identity of this process as JSON data."""

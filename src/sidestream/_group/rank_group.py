@@ -17,8 +17,6 @@ from .connections import Connection, GroupMessage, GroupMessageKind
 from .failure import pack, pack_all, rank_died, unpack, unpack_all
 from .operation import FOLLOWING, Answers, Decide, Operation, RankGroup, Stopped, remedy
 
-__all__ = ["OtherRank", "Rank0"]
-
 _STOP_S = 10.0
 """How long rank 0 waits for ranks to stop before it sends the verdict without them."""
 _LATER_S = 10.0

@@ -32,8 +32,6 @@ from .connections import Connection, GroupMessage, GroupMessageKind, close_in_ch
 from .operation import Operation, RankGroup
 from .rank_group import OtherRank, Rank0
 
-__all__ = ["Member", "deadline_of", "group_of"]
-
 _POLL_S = 0.02
 _CONNECT_S = 5.0
 _REFUSED_S = 600.0

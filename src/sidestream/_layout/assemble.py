@@ -12,9 +12,6 @@ from ..errors import CorruptCheckpointError
 from .flatten import PlainPath
 from .hashed import MOST_ALIKE
 
-__all__ = ["assemble"]
-
-
 _WORD_BITS = 63
 _Like: TypeAlias = Callable[[PlainPath], Mapping[Any, Any] | None]
 

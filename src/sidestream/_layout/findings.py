@@ -18,8 +18,6 @@ from ..options import Tolerance
 from .names import Renamed, castable
 from .prefixes import prefix_hint
 
-__all__ = ["Findings", "accepts", "dtype_fits"]
-
 _ABSENT = "not in the checkpoint"
 _ADVICE: dict[type[StateMismatchError], str] = {
     MissingKeysError: "allow_missing=True, or patterns of names, leaves what the checkpoint lacks as it is",

@@ -17,19 +17,6 @@ from .._runtime.torch_probes import PLAIN_TENSORS, Stateful
 from .._staging import Composite, Form, consists_of_others, dismantle, settled
 from ..errors import InvalidOptionError, KeyCollisionError, UnsafeObjectError, UnsupportedTensorError
 
-__all__ = [
-    "CompositeLeaf",
-    "Leaf",
-    "LeafKind",
-    "PlainPath",
-    "StateDicts",
-    "StatefulRoot",
-    "check_saved",
-    "is_value",
-    "leaves_of",
-    "plain_path",
-]
-
 LeafKind = Literal["tensor", "value", "empty", "composite"]
 PlainPath = tuple[str | int, ...]
 

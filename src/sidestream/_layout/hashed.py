@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 from .._runtime.pauses import pause_point
 from ..errors import CorruptCheckpointError
 
-__all__ = ["MOST_ALIKE", "check_hashes", "fill", "set_of"]
-
 MOST_ALIKE = 256
 """The most keys of one container that may have the same hash. In a valid file some tens can: powers of two do."""
 

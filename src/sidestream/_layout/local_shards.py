@@ -12,8 +12,6 @@ from .._runtime.torch_probes import has_shards, shard_runs, shards_held, tensor_
 from ..errors import UnsupportedTensorError
 from .ranges import Box, narrowed
 
-__all__ = ["Local", "global_shape", "is_distributed", "locals_of"]
-
 
 class Local(NamedTuple):
     """The memory of a box. ``tensor`` holds ``box`` of the tensor ``fqn``, or all of it if that is None."""

@@ -45,8 +45,6 @@ from .names import Names, Renamed, castable, renamed
 from .objects import LoadedAsSaved, containers_of, loaded_as_saved, unsaved_leaves
 from .ranges import Candidate, DirectReads
 
-__all__ = ["LoadPlan", "StatefulLoad", "match"]
-
 T = TypeVar("T")
 _Box: TypeAlias = list[tuple[int, int]]
 _Extents: TypeAlias = Mapping[str, tuple[int, int]]

@@ -18,8 +18,6 @@ from .._format.records import Entry
 from .._runtime.pauses import paced, pause_point
 from .flatten import Leaf, StatefulRoot, plain_path
 
-__all__ = ["LoadedAsSaved", "containers_of", "loaded_as_saved", "unsaved_leaves"]
-
 _EXTRA_STATE = "_extra_state"
 _WRAPPED = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Names of modules that the wrappers of torch leave out of the names in a state dict."""

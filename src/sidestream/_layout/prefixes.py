@@ -8,8 +8,6 @@ from collections.abc import Callable, Collection, Sequence
 from .._runtime.pauses import paced, pause_point
 from ..options import add_prefix, strip_prefix
 
-__all__ = ["prefix_hint"]
-
 _MOST_PARTS = 3  # the most parts that a prefix may have
 _MOST_TRIED = 8
 _MOST_HEADS = 5  # the most beginnings of names that advice lists

@@ -20,8 +20,6 @@ from .._format.records import Row
 from .._runtime.pauses import chunked, pause_point
 from .._runtime.torch_probes import PLAIN_TENSORS, dtype_name, has_shards, on_host_as_is
 
-__all__ = ["Box", "Candidate", "DirectReads", "Payload", "narrowed"]
-
 
 @dataclass(frozen=True, slots=True)
 class Box:

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["remedy_for"]
-
 _REMEDIES: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (lambda value: isinstance(value, argparse.Namespace | types.SimpleNamespace), "save vars(value)"),
     (dataclasses.is_dataclass, "save dataclasses.asdict(value)"),

@@ -45,15 +45,6 @@ from .flatten import CompositeLeaf, Leaf, LeafKind, check_saved, leaves_of
 from .structure import outline_of
 from .values import encode_value
 
-__all__ = [
-    "SHARD_BYTES",
-    "PlannedFiles",
-    "SavePlan",
-    "converted_to",
-    "images_of",
-    "window_bytes_for",
-]
-
 SHARD_BYTES = 2 << 30
 """The most that a shard file holds, unless it holds one larger tensor."""
 

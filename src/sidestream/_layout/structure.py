@@ -12,8 +12,6 @@ import torch
 from .._runtime.pauses import collected, pause_point
 from .flatten import is_value, leaves_of
 
-__all__ = ["Outline", "outline_of"]
-
 _KEYS = frozenset({str})
 _NUMBERS = frozenset(
     {str, int, bool, type(None)}

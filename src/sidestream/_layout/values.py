@@ -32,17 +32,6 @@ from ..options import check_types
 from .hashed import MOST_ALIKE, check_hashes, fill, set_of
 from .remedies import remedy_for
 
-__all__ = [
-    "Allowed",
-    "allowed_types",
-    "copy_value",
-    "decode_metadata",
-    "decode_value",
-    "encode_metadata",
-    "encode_value",
-]
-
-
 Allowed = Mapping[str, type]
 """Types by their qualified names, as a pickle has them."""
 

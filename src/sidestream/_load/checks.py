@@ -32,20 +32,6 @@ from .._format.values import value_item
 from .._storage import PIECE_BYTES
 from ..errors import CorruptCheckpointError, UnsupportedTensorError
 
-__all__ = [
-    "Piece",
-    "Whole",
-    "addresses_in",
-    "altered",
-    "check_digests",
-    "foreign_pieces",
-    "has_no_checksum",
-    "own_pieces",
-    "sidecar_pieces",
-    "value_pieces",
-]
-
-
 _ITEMSIZE = attrgetter("itemsize")
 _SMALL_BYTES = 64 << 10
 """The largest item that is read as one piece. Reading a piece costs as much as checking 10 KiB."""

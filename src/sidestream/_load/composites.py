@@ -20,8 +20,6 @@ from ..errors import (
     out_of_memory,
 )
 
-__all__ = ["build_composites", "check_types", "fill_sparse"]
-
 _TENSORS = frozenset(
     {
         "torchao.optim.subclass_4bit.OptimState4bit",

@@ -20,8 +20,6 @@ from .._staging.streams import Streams
 from ..errors import SidestreamError
 from .ranges import Range, Scatter
 
-__all__ = ["Arrival", "DeviceBatch", "DeviceCopies", "place"]
-
 _LARGE_BYTES = 1 << 20
 """From this size on a payload is copied to its place directly."""
 

@@ -19,8 +19,6 @@ from .._storage import Location, RangeSource
 from ..errors import StorageNotSharedError, UnexpectedKeysError, listed
 from .open.manifest import naming, open_root, read_parts
 
-__all__ = ["ManifestOutline", "agree_on", "open_outline"]
-
 
 @dataclass(frozen=True, slots=True)
 class ManifestOutline:

@@ -27,8 +27,6 @@ from ..options import (
     Dtypes,
 )
 
-__all__ = ["Kinds", "chosen_of", "indices_of", "nested"]
-
 
 @dataclass(frozen=True, slots=True)
 class Kinds:

@@ -16,8 +16,6 @@ from .._runtime.torch_probes import dtype_from_name
 from ..errors import allocating
 from .reader import Wanted
 
-__all__ = ["NewTensors", "new_tensors"]
-
 
 @dataclass(frozen=True, slots=True)
 class NewTensors:

@@ -15,18 +15,6 @@ from .._layout.ranges import Box, Payload
 from .._runtime.pauses import by_size, pause_point
 from .._storage import PIECE_BYTES
 
-__all__ = [
-    "Direct",
-    "DirectBatch",
-    "Range",
-    "RangePart",
-    "Scatter",
-    "batches",
-    "direct_batches",
-    "plan_ranges",
-]
-
-
 _MOST_PARTS = 256  # of a file, that are read together
 
 

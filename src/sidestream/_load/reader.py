@@ -27,8 +27,6 @@ from .checks import addresses_in, altered, check_digests
 from .device import Arrival, DeviceBatch, DeviceCopies, place
 from .ranges import Direct, DirectBatch, Range, RangePart, batches, direct_batches, plan_ranges
 
-__all__ = ["Check", "Reader", "Wanted"]
-
 _Batch: TypeAlias = list[Range] | DirectBatch | DeviceBatch
 
 _BURST_BYTES = 4 * BLOCK_BYTES

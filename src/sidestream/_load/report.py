@@ -12,8 +12,6 @@ from .._runtime.public import Displayed, Table, public, readable_bytes, shortene
 from ..errors import SidestreamError
 from ..options import STRICT, DigestCheck, LoadOptions, Tolerance
 
-__all__ = ["LoadReport", "LoadRequest", "Loaded", "PassedOver", "report_of"]
-
 
 @public
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,6 @@ from .open.manifest import open_manifest, was_replaced
 from .reader import Reader, Wanted
 from .report import Loaded, LoadRequest
 
-__all__ = ["StateTarget", "prepare"]
-
-
 _SLICE = 1024
 _LISTED = 4
 _ALIGN_BYTES = 16  # of the largest element

@@ -41,8 +41,6 @@ from .open.parts import PART_ATTRIBUTE, part_metadata_name, read_part
 from .ranges import batches
 from .report import digest_check
 
-__all__ = ["Damage", "Verification", "VerifyReport", "damage_of"]
-
 
 @public
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,6 @@ from .open.manifest import open_manifest
 from .operation import LoadLifecycle, reading
 from .verification import Verification, VerifyReport, damage_of
 
-__all__ = ["verify", "verify_at", "verify_manifest"]
-
 
 @public
 async def verify(

@@ -21,8 +21,6 @@ from ..errors import CorruptCheckpointError, InvalidOptionError, SidestreamError
 from ..options import Durability, check_count
 from .leases import Lease, Leases
 
-__all__ = ["Exports", "Upkeep"]
-
 _log = logging.getLogger("sidestream")
 
 

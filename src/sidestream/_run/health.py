@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from .._runtime.public import Displayed, Table, public
 from .retention import Pruned
 
-__all__ = ["Health"]
-
 
 @public
 @dataclass(frozen=True, slots=True, repr=False)

@@ -28,8 +28,6 @@ from .._runtime.threads import Deadline, time_limit
 from .._storage import LEASES, Store
 from ..errors import AccessDeniedError, NoSpaceError, SidestreamError
 
-__all__ = ["Lease", "Leases", "ListedLease", "parse_lease"]
-
 Kind = Literal["read", "save", "delete"]
 
 _NAME = re.compile(r"(?P<directory>.+)\.(?P<kind>read|save|delete)(?P<ttl>[0-9]{1,10})\.[0-9a-f]{32}")

@@ -12,8 +12,6 @@ from .._worker.client import choose_worker
 from ..errors import ClosedError, ForkedProcessError, InvalidOptionError
 from ..options import Backing, SaveOptions
 
-__all__ = ["Opened"]
-
 
 class Opened:
     """The state of the ``Checkpointer`` of the run at ``url``: not entered, open, or closed. ``stager`` and ``worker``

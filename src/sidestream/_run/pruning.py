@@ -32,8 +32,6 @@ from .retention import (
 )
 from .steps import changed_among, list_generations
 
-__all__ = ["Pruner", "abandoned"]
-
 _log = logging.getLogger("sidestream")
 
 _NAMES_SHOWN = 16

@@ -13,23 +13,6 @@ from .._runtime.public import public, shortened
 from ..errors import InvalidOptionError
 from ..options import check_choice, check_count
 
-__all__ = [
-    "KeepAll",
-    "KeepBest",
-    "KeepEvery",
-    "KeepLast",
-    "Pruned",
-    "Retention",
-    "SavedStep",
-    "best_of",
-    "deletable_steps",
-    "keeps_all",
-    "metrics_in",
-    "needs_metadata",
-    "unknown_metrics",
-    "uses_only_numbers",
-]
-
 
 @public
 @dataclass(frozen=True, slots=True)

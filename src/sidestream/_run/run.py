@@ -10,8 +10,6 @@ from .._storage import Location, Store
 from ..options import GroupChoice, check_seconds
 from .leases import Leases
 
-__all__ = ["Run"]
-
 
 class Run:
     """A run as one ``Checkpointer`` uses it."""

@@ -56,9 +56,6 @@ from .opened import Opened
 from .run import Run
 from .steps import Generations
 
-__all__ = ["EntryState", "GroupQueueEntry", "QueueEntry", "QueuedSave", "SaveQueue", "Saves", "decide"]
-
-
 Decision = Literal["wait", "slot", "begin", "full", "overtaken"]
 """The decision about a save. With ``"slot"`` it has a slot, and begins when the saves before it have begun. With
 ``"full"`` and ``"overtaken"`` it never begins."""

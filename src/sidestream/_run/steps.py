@@ -11,16 +11,6 @@ from .._runtime.threads import current_deadline, io_threads, paced
 from .._storage import MARKER, Store
 from ..errors import InvalidOptionError
 
-__all__ = [
-    "Generations",
-    "changed_among",
-    "check_run",
-    "list_generations",
-    "list_steps",
-    "named_steps",
-    "still_listed",
-]
-
 _REMEMBERED = 256
 """The number of steps whose last started generation is remembered. With many slots it is more."""
 

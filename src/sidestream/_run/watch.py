@@ -19,8 +19,6 @@ from .._storage import LocalStore, Store
 from ..options import check_seconds, step_number
 from .steps import list_generations
 
-__all__ = ["Watch", "new_steps"]
-
 _JITTER = 0.25
 _DEBOUNCE_MS = 50
 

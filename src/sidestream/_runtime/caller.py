@@ -25,16 +25,6 @@ from ..errors import ClosedError, InvalidOptionError
 from .tasks import run_shielded
 from .threads import Deadline, ambient_deadline
 
-__all__ = [
-    "Caller",
-    "TaskCaller",
-    "ThreadCaller",
-    "cancel_if_interrupted",
-    "context_of_caller",
-    "loop_of_caller_ended",
-    "run_by_caller",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

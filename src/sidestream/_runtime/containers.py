@@ -6,8 +6,6 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["container_kind", "empty_container", "filled_like"]
-
 _FACTORIES: dict[str, type] = {
     kind.__name__: kind for kind in (list, dict, set, tuple, int, float, bool, str, Counter, OrderedDict)
 }

@@ -11,8 +11,6 @@ from typing import Any
 from .. import errors
 from ..errors import SidestreamError, is_stuck, is_uncertain, mark_stuck, mark_uncertain, redacted
 
-__all__ = ["data_of", "error_from", "text_of"]
-
 _DEPTH = 5  # of causes
 _MOST_CHARS = 1 << 14
 

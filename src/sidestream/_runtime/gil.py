@@ -46,17 +46,6 @@ else:
         return together - getrusage(RUSAGE_THREAD).ru_nvcsw if together else None
 
 
-__all__ = [
-    "give_no_turns",
-    "give_turns",
-    "holding_gil",
-    "memmove_holding_gil",
-    "move_small",
-    "slice_s",
-    "stop_turns",
-    "yield_gil",
-]
-
 _has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 # The system adds some 60 us. A thread has to wake up during this time, on a core that may be asleep too: with 60 us
 # alone many naps were too short.

@@ -8,8 +8,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["collecting_later"]
-
 _lock = threading.Lock()
 _under_way = 0
 _thresholds: tuple[int, int, int] | None = None

@@ -25,8 +25,6 @@ from typing import Any, Literal, Self, TypeAlias
 
 from .threads import Deadline
 
-__all__ = ["MemoryMap", "UnmapOutcome", "address_of", "advise", "pieces", "start_thread", "wait_unmapped"]
-
 UnmapOutcome: TypeAlias = Literal["unmapped", "kept", "unmapped late"]
 """The outcome for a mapping that is not used any more; ``"unmapped late"`` can only follow ``"kept"``."""
 

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from ..errors import CorruptCheckpointError
 
-__all__ = ["NOT_A_MESSAGE", "Message", "MessageDecoder", "message_head"]
-
 NOT_A_MESSAGE = "a connection to this process sent data that is not of sidestream's protocol"
 
 _HEAD = struct.Struct("!BQQ")  # kind, number, bytes of the body

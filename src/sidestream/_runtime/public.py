@@ -12,9 +12,6 @@ from typing import Any, TypeVar
 
 from ..errors import printable
 
-__all__ = ["Displayed", "Table", "public", "readable_bytes", "shortened"]
-
-
 T = TypeVar("T")
 
 

@@ -6,8 +6,6 @@ import time
 
 from .threads import Condition, Stop
 
-__all__ = ["RateLimiter"]
-
 
 class RateLimiter:
     """A limit of ``bytes_per_second`` (None: no limit), until ``lift_limit()``: code that waits at the fence lifts

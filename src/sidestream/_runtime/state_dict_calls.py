@@ -19,15 +19,6 @@ from torch.nn.parameter import is_lazy
 from ..errors import LoadStateDictError, indented
 from .torch_probes import PLAIN_TENSORS, attributes_of
 
-__all__ = [
-    "LEAVES",
-    "FoundObject",
-    "ListContents",
-    "call_load_state_dict",
-    "key_order",
-    "state_dicts_in_order",
-]
-
 LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, bool, int, float, str, bytes, complex, type(None)})
 _PLAIN = PLAIN_TENSORS | {type(None)}
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state", "modules", "named_modules")

@@ -13,19 +13,6 @@ import anyio
 from ..errors import CorruptCheckpointError, SidestreamError, WrongLoopError
 from .threads import time_limit
 
-__all__ = [
-    "check_no_running_loop",
-    "create_owned_task",
-    "first_error",
-    "in_parallel",
-    "run_shielded",
-    "running_loop",
-    "runs_in_trio",
-    "supervise",
-    "supervised_tasks",
-    "wait_out",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

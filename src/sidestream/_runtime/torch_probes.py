@@ -13,41 +13,6 @@ import torch
 
 from ..errors import UnsupportedTensorError
 
-__all__ = [
-    "PLAIN_TENSORS",
-    "TORCH_VERSION",
-    "HeldShard",
-    "Stateful",
-    "addresses",
-    "attributes_of",
-    "check_tensor",
-    "convert_all",
-    "copy_all",
-    "copyable",
-    "cuda_library",
-    "dcp_logger",
-    "dtype_from_name",
-    "dtype_name",
-    "extent_bytes",
-    "group_store",
-    "guard_of",
-    "has_shards",
-    "lazy_bits",
-    "neg_view",
-    "outside_compile",
-    "plain_bytes",
-    "shard_attributes",
-    "shard_runs",
-    "shards_held",
-    "storage_info",
-    "storage_key",
-    "tensor_class",
-    "transformed_stream",
-    "view_key",
-    "with_attributes",
-    "with_shards_of",
-]
-
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 """The types of tensors whose bytes are all that they consist of, unless they are sparse or have attributes."""
 

@@ -9,8 +9,6 @@ from typing import Generic, Protocol, TypeVar
 
 from .threads import Condition
 
-__all__ = ["UnretrievedErrors", "raise_all"]
-
 
 class _Failing(Protocol):
     """Something that may have failed with an error that no caller has retrieved."""

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 
 from ..events import CallerWaited, SaveContext, WaitCause, WaitReason, emit
 
-__all__ = ["WaitReasons", "caller_waited", "waited_for"]
-
 _LEAST_S = 1e-4
 """What is shorter is not recorded."""
 

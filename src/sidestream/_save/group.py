@@ -28,8 +28,6 @@ from .operation import (
 from .pending import SaveInfo, SaveProgress
 from .running import READ_BACK_S, Save
 
-__all__ = ["FailedSave", "Group"]
-
 _POLL_S = 0.1
 
 

@@ -38,14 +38,6 @@ from ..options import SaveOptions
 from .operation import RankReceipt, join_pieces, split_pieces
 from .running import Save
 
-__all__ = [
-    "AgreedLayout",
-    "NativeLayout",
-    "about_save",
-    "commit_files",
-]
-
-
 _KEPT = 4
 _LISTED = 10
 _OWN_NAME = 'give what belongs to a rank a name of its own, such as {"rng": {f"rank{rank}": ...}}'

@@ -25,8 +25,6 @@ from ..events import (
 )
 from ..options import Outcome
 
-__all__ = ["Lifecycle"]
-
 
 class Lifecycle:
     """The phases of one save: their times in seconds since the call, and an event for each.

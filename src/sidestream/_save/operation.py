@@ -27,19 +27,6 @@ from .pending import SaveInfo, SaveProgress
 from .running import Save
 from .sinks import PendingExport
 
-__all__ = [
-    "Committed",
-    "Coordinator",
-    "Layout",
-    "RankReceipt",
-    "SaveOperation",
-    "SharedLayout",
-    "Solo",
-    "Writer",
-    "join_pieces",
-    "split_pieces",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class RankReceipt:

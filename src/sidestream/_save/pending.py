@@ -17,8 +17,6 @@ from ..events import SaveContext
 from ..options import Durability, Outcome
 from .sinks import PendingExport
 
-__all__ = ["PendingSave", "SaveInfo", "SaveProgress", "SaveWork"]
-
 
 @public
 @dataclass(frozen=True, slots=True, repr=False)

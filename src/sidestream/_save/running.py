@@ -23,8 +23,6 @@ from ..events import SaveContext
 from ..options import Digest, Durability, FileSource, Outcome
 from .lifecycle import Lifecycle
 
-__all__ = ["READ_BACK_S", "Save", "SaveOrder"]
-
 READ_BACK_S = 10.0
 """How long the outcome of a commit is looked for after its failure."""
 _CLEAN_UP_S = 60.0

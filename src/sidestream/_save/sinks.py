@@ -20,8 +20,6 @@ from ..errors import InvalidOptionError, SkippedError, SnapshotLostError, printa
 from ..options import Durability, Outcome
 from .running import Save
 
-__all__ = ["Export", "PendingExport", "Sink", "all_ended", "exports_in", "sinks_of"]
-
 _log = logging.getLogger("sidestream")
 
 

@@ -11,8 +11,6 @@ from .operation import Coordinator, Layout, SaveOperation, Solo
 from .pending import SaveInfo, SaveProgress
 from .running import Save
 
-__all__ = ["run_here"]
-
 
 class _TaskWriter:
     """A writer without a live state. ``write`` returns when all data is on storage, with what the layout needs to know

@@ -39,9 +39,6 @@ from .layouts import AgreedLayout, NativeLayout
 from .pending import SaveProgress
 from .running import Save
 
-__all__ = ["LiveWriter", "write_files"]
-
-
 _GRACE_S = 5.0
 _PATIENCE_S = 20.0
 

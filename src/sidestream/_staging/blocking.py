@@ -12,8 +12,6 @@ from ..errors import DeadlineExceededError, UnsafeObjectError
 from .stager import AsyncStager
 from .tree import StagedState
 
-__all__ = ["BlockingAsyncStager"]
-
 _EXPECTED = (int, float, str, bytes, BytesIO)
 
 

@@ -15,8 +15,6 @@ from .._runtime.threads import Deadline
 from ..errors import InvalidOptionError, SidestreamError
 from .stager import AsyncStager, share_of_memory
 
-__all__ = ["borrow", "close_all", "give_back", "set_cache_bytes"]
-
 _DEFAULT_BYTES = 1 << 30
 _SHARE = 4  # of the default budget of a stager
 _MOST = 8

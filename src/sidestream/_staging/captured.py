@@ -36,19 +36,6 @@ from .._runtime.torch_probes import (
 )
 from ..errors import InvalidOptionError, UnsafeObjectError, UnsupportedTensorError
 
-__all__ = [
-    "Captured",
-    "Composite",
-    "Form",
-    "Sharding",
-    "capture",
-    "consists_of_others",
-    "dismantle",
-    "named",
-    "settled",
-]
-
-
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
     torch.sparse_bsr: ("crow_indices", "col_indices"),

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["Drain"]
-
 _ENOUGH_BYTES = 192 << 20
 _ENOUGH_WINDOWS = 4  # the number of windows that are written at the same time
 

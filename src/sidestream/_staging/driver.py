@@ -20,8 +20,6 @@ from ..errors import ArenaExhaustedError, UnsupportedTensorError
 from .registration import Pinner
 from .runtime import CudaRuntime
 
-__all__ = ["CudaDriver", "TorchDriver", "driver_for"]
-
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 _streams: dict[Any, tuple[Any, Any]] = {}

@@ -14,8 +14,6 @@ from .._runtime.threads import ThreadFuture, Wakeup
 from .._runtime.waits import WaitReasons, caller_waited
 from ..errors import SkippedError
 
-__all__ = ["Copied", "StagingFuture", "ended", "raise_first"]
-
 T = TypeVar("T")
 
 

@@ -19,8 +19,6 @@ from ..errors import ClosedError, UnsupportedTensorError
 from .image import Copies, Copy
 from .small import copy_run
 
-__all__ = ["HostEngine", "check_extent", "elements_of", "memory_behind", "move", "pieces_in", "raw_start", "rows_with"]
-
 _CHUNK_BYTES = 16 << 20
 _HOLD_GIL_BYTES = 256 << 10  # up to some 25 us with the GIL; for larger copies ctypes releases it
 _STRIDED_ELEMENTS = 1 << 15

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 
 from .arena import SEGMENT_BYTES, Arena
 
-__all__ = ["IdleMemory"]
-
 _GROW_S = 1.0  # after a save; longer if its memory is still in use
 _TRIES = 6
 _TRIM_S = 600.0

@@ -13,8 +13,6 @@ from .._runtime.threads import Condition, Stop, current_deadline
 from ..errors import ArenaExhaustedError, ClosedError, SnapshotLostError
 from .arena import Allocation
 
-__all__ = ["Columns", "Copies", "Copy", "ImageLayout", "StagedImage"]
-
 
 class Copy(NamedTuple):
     """A copy of ``nbytes`` of ``source`` to ``offset`` of the image.

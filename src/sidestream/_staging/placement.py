@@ -21,8 +21,6 @@ import torch
 
 from .._runtime.memory_maps import address_of
 
-__all__ = ["bind", "pci_address", "place", "preferred_node"]
-
 _SYSFS = Path("/sys")
 _MBIND = {"x86_64": 237, "aarch64": 235}  # system calls, for which the C library has no function
 _PREFERRED = 1  # MPOL_PREFERRED: another node serves when this one has no memory left

@@ -13,8 +13,6 @@ import torch
 from .._runtime.pauses import pause_point
 from .._runtime.torch_probes import guard_of, lazy_bits
 
-__all__ = ["PlanCache", "fingerprint"]
-
 T = TypeVar("T")
 _KEPT = 4
 _SOME = 64  # tensors: some 100 us of work, and they stay in the processor's cache from one column to the next

@@ -17,8 +17,6 @@ from .._runtime.memory_maps import start_thread
 from .._runtime.threads import interpreter_ends
 from ..errors import ArenaExhaustedError
 
-__all__ = ["Pinner", "Registration", "register"]
-
 _log = logging.getLogger("sidestream")
 
 

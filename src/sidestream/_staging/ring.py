@@ -20,8 +20,6 @@ from ..errors import ArenaExhaustedError, DeviceError, allocating
 from .arena import MappedMemory
 from .driver import TorchDriver
 
-__all__ = ["Slot", "drop_later", "drop_ring", "take_slot"]
-
 _SLOTS = 8
 _KEEP_S = 60.0
 _SLOT_BYTES = (16 << 20) + (3 << 20)  # the most that is read together, extended to blocks and aligned

@@ -14,8 +14,6 @@ import torch
 from .._runtime.torch_probes import cuda_library
 from ..errors import ArenaExhaustedError, DeviceError
 
-__all__ = ["CudaRuntime"]
-
 _PORTABLE = 1  # cudaHostRegisterPortable: for every device of the process
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _CANNOT = {304, 801}  # cudaErrorOperatingSystem, cudaErrorNotSupported

@@ -10,8 +10,6 @@ import torch
 from .._runtime.gil import move_small
 from .image import Columns, Copies
 
-__all__ = ["columns_of", "copy_run"]
-
 _SMALL_BYTES = 64 << 10
 _RUN_COPIES = 128
 _RUN_BYTES = 1 << 20  # 0.1 ms, during which the GIL is held

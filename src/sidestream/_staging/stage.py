@@ -35,8 +35,6 @@ from .drain import Drain
 from .future import StagingFuture
 from .image import ImageLayout, StagedImage
 
-__all__ = ["ImagePlan", "SnapshotReader", "Staging", "clean", "given_up", "guard", "wait_until_read"]
-
 
 class ImagePlan(Protocol):
     """The part of a plan that the stager uses: the images with their copies, and the plan without its sources."""

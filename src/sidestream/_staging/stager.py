@@ -52,8 +52,6 @@ from .plans import PlanCache
 from .stage import ImagePlan, Staging, clean, given_up, guard, wait_until_read
 from .tree import StagedState, StagePlan, plan_stage
 
-__all__ = ["AsyncStager", "share_of_memory"]
-
 _GRACE_S = 5.0
 _STOPPED_S = 1.0
 _HELD_SHARE = 4  # the part of the budget for windows that further readers are reading

@@ -21,8 +21,6 @@ from .device import translated
 from .driver import TorchDriver, driver_for
 from .ring import Slot, drop_later, take_slot
 
-__all__ = ["Streams", "current_streams", "streams_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Streams:

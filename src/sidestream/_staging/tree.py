@@ -18,8 +18,6 @@ from .captured import Captured, Composite
 from .image import Copy, ImageLayout
 from .plans import PlanCache
 
-__all__ = ["StagePlan", "StagedState", "plan_stage"]
-
 _ALIGN_BYTES = 64
 _ELEMENT_BYTES = 16
 _EVERY = 64  # tensors between two releases of the GIL

@@ -12,8 +12,6 @@ from .._format.shard import BlockSums, Sealer, ShardLayout, Window
 from .._runtime.threads import Stop, holding_gil, paced, wait_for_change
 from ..options import Digest
 
-__all__ = ["Body", "BytesBody", "FilePart", "Image", "PiecesBody", "ShardBody"]
-
 
 class FilePart(Protocol):
     """A part of a file. The code that takes a part releases it, when the part has been written or will not be."""

@@ -22,8 +22,6 @@ from .._runtime.threads import Stop, io_threads, read_threads
 from ..errors import allocating
 from .store import Files, RangeSource, ReadRange
 
-__all__ = ["Batches", "Jobs", "Memory", "Reads", "Scratch"]
-
 T = TypeVar("T")
 Memory: TypeAlias = MemoryMap | bytearray
 

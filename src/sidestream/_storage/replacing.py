@@ -15,8 +15,6 @@ from .._format.safetensors import STAMP_BYTES, is_stamped
 from ..errors import CorruptCheckpointError
 from .names import MARKER, READ_FIRST, id_of, is_plain_shard
 
-__all__ = ["DECIDING_BYTES", "Found", "Use", "deciding_file", "kind_of", "refusal"]
-
 Found: TypeAlias = Literal[
     "nothing", "empty", "checkpoint", "stock", "export", "safetensors", "directory", "file", "link", "leftover"
 ]

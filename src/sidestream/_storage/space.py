@@ -14,8 +14,6 @@ from .local.orphans import collect_orphans
 from .names import ABANDONED_AFTER_S
 from .transaction import Transaction
 
-__all__ = ["Space"]
-
 _EXACT = frozenset({"ext2", "ext3", "ext4", "xfs", "tmpfs"})
 """File systems that store bytes without compressing them: files that are larger than the free space do not fit. Other
 file systems may compress files, or store them on a server whose free space is unknown."""

@@ -19,8 +19,6 @@ from .names import MARKER
 from .replacing import Found, Use
 from .transaction import Attempt, StoreAddress, Transaction
 
-__all__ = ["PIECE_BYTES", "Files", "Leftover", "RangeSource", "ReadRange", "Store", "coalesce"]
-
 _MOST_METADATA_BYTES = 1 << 30
 PIECE_BYTES = 16 << 20
 """The most bytes that are read with one request."""

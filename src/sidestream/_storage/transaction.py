@@ -29,16 +29,6 @@ from ..options import Durability, Outcome, Storage
 from .bodies import Body
 from .names import attempt_name, name_with_id, sidecar_with_id
 
-__all__ = [
-    "Attempt",
-    "CommitFiles",
-    "Kind",
-    "MakeFiles",
-    "StoreAddress",
-    "Transaction",
-    "being_removed",
-]
-
 T = TypeVar("T")
 
 CommitFiles: TypeAlias = Mapping[str, Sequence[bytes]]

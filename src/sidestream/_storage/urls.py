@@ -27,8 +27,6 @@ from .store import RangeSource, Store
 from .transaction import StoreAddress
 from .wrappers.file_cache import FileCache
 
-__all__ = ["DEFAULT_STORAGE", "Location", "locate_by_caller", "locate_directory", "locate_run"]
-
 _ONE_ATTEMPT = {"retries": {"mode": "standard", "total_max_attempts": 1}}
 _OF_THE_INSTANCE = frozenset({"asynchronous", "loop", "skip_instance_cache"})
 _LOCAL = frozenset({"file", "local"})

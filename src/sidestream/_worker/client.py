@@ -21,9 +21,6 @@ from .link import WorkerLink
 from .process import available
 from .wire import Unsendable, pack
 
-__all__ = ["Worker", "choose_worker", "close_all", "worker_for"]
-
-
 _CLOSE_S = 1.0
 
 

@@ -20,8 +20,6 @@ from ..events import WriterProcessLost, emit
 from .link import WorkerLink, WorkerRequest
 from .wire import READY, SUMS, UNUSED, WorkerMessage, WorkerMessageKind, pack, unpack, with_length
 
-__all__ = ["Job", "JobOrder"]
-
 _HELD_BYTES = 1 << 20  # of messages: the process begins with them while more are made
 
 

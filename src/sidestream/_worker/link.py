@@ -21,8 +21,6 @@ from ..options import WriterProcess
 from .process import spawn
 from .wire import Channel, WorkerMessage, WorkerMessageKind, pack, unpack_event
 
-__all__ = ["ACKNOWLEDGE_S", "WorkerLink", "WorkerRequest"]
-
 ACKNOWLEDGE_S = 2.5
 """How long the process may take to stop using the memory of a cancelled request. Together with the time to kill and
 reap it, this is less than the grace of a thread (5 s)."""

@@ -24,8 +24,6 @@ from ..options import Storage, StorePolicy
 from .wire import READY, UNUSED, Channel, Outbox, WorkerMessage, WorkerMessageKind, pack, pack_event, unpack
 from .work import Request
 
-__all__ = ["main"]
-
 _BEAT_S = 1.0
 _GATHER_S = 0.25  # at most: when half of the memory is free, the trainer is notified at once
 _PR_SET_PDEATHSIG = 1

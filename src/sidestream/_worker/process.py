@@ -11,8 +11,6 @@ from pathlib import Path
 
 from ..errors import WriterProcessError
 
-__all__ = ["available", "spawn"]
-
 _PACKAGE = Path(__file__).parents[1]
 # The package is imported from where the trainer has it, independent of the paths; further paths come last. Its
 # ``__init__`` is not run, because it imports torch.

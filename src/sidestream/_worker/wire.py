@@ -24,23 +24,6 @@ from typing import Any, NamedTuple
 from .. import events
 from .._runtime.messages import Message, MessageDecoder, message_head
 
-__all__ = [
-    "READY",
-    "SUMS",
-    "UNUSED",
-    "Channel",
-    "Outbox",
-    "Unsendable",
-    "WorkerMessage",
-    "WorkerMessageKind",
-    "head_and_rest",
-    "pack",
-    "pack_event",
-    "unpack",
-    "unpack_event",
-    "with_length",
-]
-
 READY = struct.Struct("<IIQQQ")  # file, window, number of the memory, offset in it, bytes
 UNUSED = struct.Struct("<II")  # file, window
 SUMS = struct.Struct("<IQ")  # file, bytes of CRCs

@@ -19,8 +19,6 @@ from .._storage import Attempt, Body, BytesBody, ShardBody, Store
 from ..errors import ClosedError
 from .wire import READY, SUMS, UNUSED, Outbox, WorkerMessage, WorkerMessageKind, head_and_rest, pack, unpack
 
-__all__ = ["Request"]
-
 
 class _TrainerWindow:
     """A window in the trainer's memory. It is unused when no reference to its memory is left: a client of object

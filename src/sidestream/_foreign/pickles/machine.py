@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from ...errors import CorruptCheckpointError
 
-__all__ = ["Global", "Limits", "Machine", "Pairs", "Persistent", "PickledCall"]
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from ...errors import UnsafeObjectError
 from .machine import Global, Machine, Pairs, Persistent, PickledCall
 
-__all__ = ["HANDLERS"]
-
 _Handler = Callable[[Machine], None]
 _U32 = struct.Struct("<I")
 _SLICE = 1 << 20  # bytes that are decoded at a time, because the GIL is held meanwhile

@@ -10,17 +10,6 @@ from ..._format.records import DTYPES, MAX_RANK, STORAGE_DTYPES, itemsize, row_m
 from ...errors import CorruptCheckpointError, UnsupportedCheckpointError
 from .machine import Global, Pairs, Persistent, PickledCall
 
-__all__ = [
-    "TENSOR_GLOBALS",
-    "TENSOR_REBUILDERS",
-    "DtypeNames",
-    "PickledStorage",
-    "StoredTensor",
-    "is_dtype",
-    "read_storage",
-    "read_tensor",
-]
-
 _DTYPE = re.compile(
     r"torch\.(bool|b?float[0-9]+(_[a-z0-9_]+)?|complex[0-9]+|q?u?int[0-9]+(x[0-9]+)?|bits[0-9]+(x[0-9]+)?)"
 )

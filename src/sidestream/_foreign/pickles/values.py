@@ -20,8 +20,6 @@ from ...errors import CorruptCheckpointError, UnsafeObjectError
 from .machine import Global, Pairs, Persistent, PickledCall
 from .tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, DtypeNames, StoredTensor, is_dtype, read_tensor
 
-__all__ = ["DICTS", "FILE_GLOBALS", "VALUE_GLOBALS", "ValueBudget", "node_of", "pairs_of", "value_globals"]
-
 _PARTS_PER_PAUSE = 64
 _NUMPY_CORES = ("numpy.core.multiarray", "numpy._core.multiarray")
 _NUMPY_KINDS = re.compile("b1|[iu][1248]|f[248]|c8|c16")

@@ -16,8 +16,6 @@ from ...errors import CorruptCheckpointError
 from .file import Records, TensorPayload, open_tensor_item
 from .zip import RecordPlace, Seekable, TorchZip
 
-__all__ = ["Ends", "TensorItems"]
-
 _FIRST_BYTES = 256  # they contain the size of the pickle, and mostly all of it
 _MOST_PATTERNS = 256
 _MOST_FIXED_BYTES = 16 << 10  # of one pattern; items of torch.save have less than 2 KiB beside their elements

@@ -38,16 +38,6 @@ from ..pickles.values import DICTS, FILE_GLOBALS, ValueBudget, node_of, pairs_of
 from .legacy import LegacyFile, read_legacy
 from .zip import TorchZip, is_older
 
-__all__ = [
-    "Records",
-    "TensorPayload",
-    "check_value_item",
-    "open_tensor_item",
-    "open_value_item",
-    "read_torch_file",
-]
-
-
 _TENSOR_PICKLE_BYTES = 1 << 16
 _TENSOR_LIMITS = Limits(integer_bytes=9)
 

@@ -17,8 +17,6 @@ from ..pickles.tensors import PickledStorage, StoredTensor, read_storage
 from ..pickles.unpickle import Pairs, decode_next, persistent_in
 from ..pickles.values import FILE_GLOBALS
 
-__all__ = ["LegacyFile", "read_legacy"]
-
 _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
 _FIRST_BYTES = 1 << 20

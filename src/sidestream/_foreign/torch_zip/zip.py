@@ -15,8 +15,6 @@ from zlib import crc32
 
 from ...errors import CorruptCheckpointError, SidestreamError, UnsupportedCheckpointError
 
-__all__ = ["RecordPlace", "Seekable", "TorchZip", "is_older", "is_zip", "other_zip"]
-
 _MAX_DIRECTORY_BYTES = 4 << 20
 _PIECE_BYTES = 1 << 20
 _ENCRYPTED = 0x01 | 0x40

@@ -17,8 +17,6 @@ from ..._staging import Form
 from ...errors import UnsafeObjectError, UnsupportedTensorError
 from ..values import encode_value
 
-__all__ = ["composite_entry", "differences"]
-
 _MAX_DEPTH = 16
 _MAX_NAME = 4096
 _SHOWN_CHARS = 160

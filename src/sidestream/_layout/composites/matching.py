@@ -22,8 +22,6 @@ from ..findings import Findings, dtype_fits
 from ..flatten import CompositeLeaf, Leaf
 from .entry import composite_entry, differences
 
-__all__ = ["CompositeTargets", "kind_of", "saved_composites"]
-
 
 def saved_composites(manifest: Manifest) -> tuple[frozenset[str], frozenset[str]]:
     """Return the FQNs of the composite tensors in the checkpoint, and those of their parts."""

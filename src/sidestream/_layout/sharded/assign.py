@@ -21,8 +21,6 @@ from ..._runtime.pauses import collected, paced, pause_point
 from ...errors import InvalidOptionError, UnsupportedCheckpointError
 from .rank_table import Box, Row, boxes_of, unpack_boxes
 
-__all__ = ["Assignment", "RankReport"]
-
 _SPLIT_BYTES = 8 << 20
 """A replica is cut into pieces of at least this many bytes, so that the ranks that hold it share the writes."""
 _SHOWN_CHARACTERS = 160

@@ -21,8 +21,6 @@ from ..save_layout import SHARD_BYTES, PlannedFiles, converted_to, images_of, wi
 from .assign import Assignment
 from .rank_table import Box, EncodedValues, LocalTable
 
-__all__ = ["RankLayout", "RankPlan"]
-
 
 class _Place(NamedTuple):
     """An item of the layout: its row among the rows of all ranks, its FQN, its box, and its place."""

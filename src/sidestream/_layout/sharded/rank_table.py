@@ -30,9 +30,6 @@ from ..composites.entry import composite_entry
 from ..flatten import CompositeLeaf, Leaf, check_saved, leaves_of
 from ..values import encode_value
 
-__all__ = ["Box", "EncodedValues", "Held", "Item", "LocalTable", "Row", "boxes_of", "local_table", "unpack_boxes"]
-
-
 _MOST_VALUE_FRAME_BYTES = 4096
 _SMALL_BYTES = 64 << 10
 """The largest replica that is compared with those of other ranks."""

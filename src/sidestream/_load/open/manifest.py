@@ -29,23 +29,6 @@ from ...errors import CheckpointNotFoundError, CorruptCheckpointError, Sidestrea
 from .parts import check_sizes, is_whole, read_apart, read_own_manifest, read_part_markers
 from .steps import Step, newest_committed, own_manifest_among
 
-__all__ = [
-    "all_there",
-    "check_not_replaced",
-    "from_one_checkpoint",
-    "is_gone",
-    "metadata_of",
-    "naming",
-    "open_manifest",
-    "open_root",
-    "read_manifest",
-    "read_metadata",
-    "read_parts",
-    "replaced",
-    "was_replaced",
-]
-
-
 _MOST_LOOKED_AT = 8
 _MOST_RESTARTS = 8
 

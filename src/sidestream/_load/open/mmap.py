@@ -13,8 +13,6 @@ from ..._runtime.threads import collected, io_threads, pause_point
 from ..._runtime.torch_probes import dtype_from_name
 from ..._storage import RangeSource
 
-__all__ = ["map_tensors"]
-
 
 async def map_tensors(source: RangeSource, manifest: Manifest, fqns: Iterable[str]) -> dict[str, torch.Tensor]:
     """Return mapped tensors for those of ``fqns`` whose elements are in one piece of a file, in the layout that torch

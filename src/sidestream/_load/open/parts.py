@@ -23,22 +23,6 @@ from ..._runtime.threads import chunked, collected, io_threads, pause_point
 from ..._storage import RangeSource
 from ...errors import CorruptCheckpointError, IncompleteCheckpointError
 
-__all__ = [
-    "PART_ATTRIBUTE",
-    "PartMarker",
-    "check_sizes",
-    "find_part_marker",
-    "is_whole",
-    "missing_ranks",
-    "part_manifest_name",
-    "part_metadata_name",
-    "read_apart",
-    "read_own_manifest",
-    "read_part",
-    "read_part_markers",
-    "whole",
-]
-
 PART_ATTRIBUTE = "sidestream_part"
 _ID = re.compile(r"[0-9a-f]{16}")
 _SHOWN = 20

@@ -12,12 +12,6 @@ from ..._storage import RangeSource, Store, is_unfinished, parse_step
 from ...errors import CorruptCheckpointError, IncompleteCheckpointError
 from .parts import is_whole
 
-__all__ = [
-    "Step",
-    "newest_committed",
-    "own_manifest_among",
-]
-
 _FEW_NAMES = 256
 _MOST_LOOKED_AT = 8
 

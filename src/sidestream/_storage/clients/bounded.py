@@ -16,8 +16,6 @@ from typing import Any
 
 from fsspec.asyn import mirror_sync_methods, sync_wrapper
 
-__all__ = ["Bounded", "is_asynchronous"]
-
 Retrying = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
 
 

@@ -17,8 +17,6 @@ from urllib.parse import urlsplit
 
 from ...errors import InvalidOptionError, redacted
 
-__all__ = ["CLOUDS", "Client", "Unmapped", "client_for"]
-
 Kind: TypeAlias = Literal["s3", "gcs", "azure"]
 
 CLOUDS: Mapping[str, Kind] = {

@@ -21,8 +21,6 @@ from ...options import BlobStore, BlobUpload, Capabilities, Listing, PutMode, St
 from ..bodies import Body
 from .requests import LoopCall, Requests
 
-__all__ = ["Engine", "LateEngine", "StoreEngine", "part_bytes_for"]
-
 _ABORT_S = 3.0
 _MOST_PARTS = 9_000  # S3 takes 10,000
 _MIB = 1 << 20

@@ -8,8 +8,6 @@ from ..._runtime.threads import Stop
 from ...errors import ClosedError
 from .requests import LoopCall
 
-__all__ = ["Feed"]
-
 
 class _Aborted(Exception):
     """The error that makes the client abort its upload."""

@@ -20,8 +20,6 @@ from .bounded import Bounded, is_asynchronous
 from .engine import Engine, part_bytes_for
 from .requests import Requests
 
-__all__ = ["FsspecEngine"]
-
 T = TypeVar("T")
 
 _CREATE_ONLY = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"})

@@ -10,8 +10,6 @@ from typing import Any
 
 from .engine import Engine
 
-__all__ = ["EngineCache", "frozen"]
-
 _FILES = {  # default paths of files with credentials, by the environment variable that overrides each
     "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
     "AWS_CONFIG_FILE": "~/.aws/config",

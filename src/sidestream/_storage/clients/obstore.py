@@ -28,8 +28,6 @@ from .engine import Engine, part_bytes_for
 from .feed import Feed
 from .requests import LoopCall, Requests, failure_kind, translated
 
-__all__ = ["ObstoreEngine"]
-
 T = TypeVar("T")
 
 _ABORT_S = 1.5  # three times this is less than the time that callers wait for a thread after its deadline

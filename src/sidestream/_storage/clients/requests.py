@@ -34,18 +34,6 @@ from ...errors import (
 from ...events import Retried, Throttled, emit
 from ...options import StorePolicy
 
-__all__ = [
-    "FailureKind",
-    "LoopCall",
-    "Requests",
-    "failure_kind",
-    "in_io_thread",
-    "is_refused",
-    "on_io_loop",
-    "translated",
-]
-
-
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 

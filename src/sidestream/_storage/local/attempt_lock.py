@@ -21,8 +21,6 @@ from weakref import WeakSet
 from ..names import MARKER
 from .directories import last_write
 
-__all__ = ["AttemptLock", "boot_id", "silence_s"]
-
 _NAME = ".writer.partial"  # sidecar files have no names of this form
 _PLACE_BYTES = 64
 

@@ -22,28 +22,6 @@ from ...errors import ClosedError, from_os_error, os_errors_as
 from ...options import Durability
 from ..names import LEASES, parse_step
 
-__all__ = [
-    "RACES",
-    "OpenDirectory",
-    "exchange",
-    "exchanges",
-    "has_leases",
-    "is_retired",
-    "is_vacant",
-    "last_write",
-    "link_new",
-    "make_root",
-    "move_new",
-    "opened",
-    "remove_tree",
-    "storage_time",
-    "sync_directory",
-    "take_away",
-    "unlink",
-    "unlink_or_remove",
-]
-
-
 RACES = 100
 """The number of attempts at an operation that fails because another process makes or removes the same directory."""
 

@@ -44,19 +44,6 @@ from .publishing import NO_RENAME, check_whole, files_in, look_at, occupied, syn
 from .read import read_tail
 from .transaction import LocalTransaction, write_again, write_buffer
 
-__all__ = [
-    "MarkedTransaction",
-    "ages_of",
-    "collect",
-    "discard",
-    "is_torn",
-    "marked_id",
-    "sync_names",
-    "taken",
-    "write_note",
-]
-
-
 _NO_ID = "0" * 32
 
 

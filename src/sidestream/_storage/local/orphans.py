@@ -14,8 +14,6 @@ from .attempt_lock import silence_s
 from .directories import is_retired, remove_tree, storage_time, take_away
 from .publishing import look_at
 
-__all__ = ["collect_orphans"]
-
 
 def collect_orphans(root: Path, after_s: float, take: Callable[[Path, str], Path | None] = take_away) -> list[str]:
     """Delete the attempts in ``root`` whose process has ended. Where that is not known, delete those that were last

@@ -17,19 +17,6 @@ from ..replacing import DECIDING_BYTES, Found, Use, deciding_file, kind_of, refu
 from .directories import RACES, exchange, is_retired, is_vacant, opened, sync_directory
 from .read import read_tail
 
-__all__ = [
-    "NO_RENAME",
-    "Step",
-    "check_use",
-    "check_whole",
-    "files_in",
-    "look_at",
-    "move_there",
-    "occupied",
-    "publish",
-    "replace",
-]
-
 Step: TypeAlias = Callable[[Path, Path, frozenset[str], os.stat_result | None], None]
 """The function that makes an attempt visible. Its arguments are the attempt, the target, the files that must be there,
 and the status of the attempt's directory when it was made."""

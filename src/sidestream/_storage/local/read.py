@@ -25,8 +25,6 @@ from ..names import MARKER, is_unfinished
 from ..store import RangeSource, ReadRange, coalesce
 from .directories import OpenDirectory, opened
 
-__all__ = ["LocalSource", "map_file", "read_tail", "run_io", "size_of", "sizes_in"]
-
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 

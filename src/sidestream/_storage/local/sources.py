@@ -14,8 +14,6 @@ from ..._runtime.tasks import run_shielded
 from ...errors import DeadlineExceededError, InvalidOptionError, from_os_error
 from ...options import FileSource
 
-__all__ = ["check_sources", "is_plain_name", "read_sources"]
-
 _MOST_BYTES = 64 << 20
 _MOST_NAME_BYTES = 200  # object storage adds a prefix of 38 characters
 _GRACE_S = 5.0

@@ -46,8 +46,6 @@ from .publishing import files_in, look_at
 from .read import LocalSource, read_tail, run_io, sizes_in
 from .transaction import LocalTransaction, write_again, write_file
 
-__all__ = ["LocalStore", "MarkedStore"]
-
 
 class LocalStore:
     """A ``Store`` in the directory ``root``, which need not exist yet."""

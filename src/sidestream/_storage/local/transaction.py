@@ -50,9 +50,6 @@ from .orphans import collect_orphans
 from .publishing import Step, check_use, move_there, publish, replace, sync_visible
 from .read import read_tail
 
-__all__ = ["LocalTransaction", "write_again", "write_buffer", "write_file"]
-
-
 _THREADS = 4
 """The number of threads that write one file. This many direct writes in flight keep a fast disk busy."""
 

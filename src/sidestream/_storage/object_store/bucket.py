@@ -23,9 +23,6 @@ from ..clients.requests import FailureKind, LoopCall, Requests, failure_kind, is
 from ..names import ABANDONED_AFTER_S, LEASES, MARKER, NOTE, READ_FIRST, export_files, id_of, is_plain_shard
 from ..replacing import DECIDING_BYTES, Found, deciding_file, kind_of
 
-__all__ = ["Bucket", "age_s", "clear_export", "clock_of", "collect_orphans", "look_at"]
-
-
 T = TypeVar("T")
 
 _NO_BUCKET = "there is no such bucket; check the URL, or create the bucket first"

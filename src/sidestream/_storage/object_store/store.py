@@ -24,9 +24,6 @@ from ..wrappers.file_cache import FileCache
 from .bucket import Bucket, age_s, clock_of, collect_orphans, look_at
 from .transaction import ObjectTransaction, check_replaces
 
-__all__ = ["ObjectStore"]
-
-
 _GAP_BYTES = 256 << 10  # reading this many unneeded bytes costs less than another request
 _RUN_BYTES = 16 << 20
 _RUN_RANGES = 4096

@@ -31,8 +31,6 @@ from ..replacing import Use, refusal
 from ..transaction import Attempt, CommitFiles, StoreAddress, Transaction, being_removed
 from .bucket import Bucket, clear_export, collect_orphans, look_at
 
-__all__ = ["ObjectTransaction", "check_replaces"]
-
 _CLEAN_UP_S = 60.0
 _SENT_S = 5.0
 """How long a put that was sent has to end after a stop, or after its deadline."""

@@ -22,8 +22,6 @@ from ...errors import is_stuck
 if TYPE_CHECKING:
     from filelock import BaseFileLock
 
-__all__ = ["FetchLock", "FileCache"]
-
 _LOCK = ".lock"
 _PARTIAL = ".partial"
 _FIRST_PAUSE_S = 0.005
