@@ -8,8 +8,7 @@ import gc
 import sidestream
 from sidestream._runtime.memory_maps import wait_unmapped
 from sidestream._runtime.threads import Deadline
-from sidestream._staging import cached
-from sidestream._staging.ring import drop_ring
+from sidestream._staging import cached, ring
 
 
 async def all_returned(stager: sidestream.AsyncStager) -> None:
@@ -23,7 +22,7 @@ async def all_returned(stager: sidestream.AsyncStager) -> None:
 def nothing_kept() -> bool:
     """Unmap the memory that the process keeps for later saves and loads, and all other that is not in use. Returns
     False if that takes too long."""
-    drop_ring()
+    ring._ring.drop()
     cached.close_all()
     gc.collect()
     return wait_unmapped(Deadline.after(60))

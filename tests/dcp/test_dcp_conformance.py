@@ -369,10 +369,10 @@ def test_a_reader_finds_one_or_the_other_while_it_is_overwritten(tmp_path: Path)
 
 
 def test_overwriting_where_directories_cannot_be_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sidestream._storage.local import publishing
+    from sidestream._storage.local import transaction
 
     OURS.save({"n": 1}, tmp_path / "c")
-    monkeypatch.setattr(publishing, "exchanges", lambda directory: False)
+    monkeypatch.setattr(transaction, "exchanges", lambda directory: False)
     with pytest.raises(CheckpointException) as failure:
         OURS.save({"n": 2}, tmp_path / "c", overwrite=True)
     assert isinstance(only(failure), CheckpointExistsError)

@@ -37,7 +37,8 @@ def watch(event: str, args: tuple[Any, ...]) -> None:
         return
     if event == "open":
         path, mode, flags = args
-        inside = isinstance(path, str) and os.path.abspath(path).startswith(str(here))
+        # A number is a descriptor that is open: this event was emitted when it was opened.
+        inside = isinstance(path, int) or (isinstance(path, str) and os.path.abspath(path).startswith(str(here)))
         writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
         if not inside or writes:
             seen.append(f"open {path!r} {mode!r}")

@@ -128,11 +128,6 @@ def _drop_unless_used(since: int) -> None:
         _ring.drop()
 
 
-def drop_ring() -> None:
-    """Unmap the memory of the ring, as far as no load uses it."""
-    _ring.drop()
-
-
 def _forget_after_fork() -> None:
     global _ring
     _ring = _Ring()
