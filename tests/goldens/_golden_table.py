@@ -102,7 +102,8 @@ class Table:
                     entry = {"raises": self.error(error)}
         finally:
             logger.removeHandler(records)
-        phases = (events.SaveEvent, events.LoadEvent)  # they have times; tests of their own compare them
+        # They have times, or depend on them; tests of their own compare them.
+        phases = (events.SaveEvent, events.LoadEvent, events.CallerWaited)
         told = {
             "events": [self._event(event) for event in seen if not isinstance(event, phases)],
             "log": [[line.partition(" ")[0], *self.names(line)] for line in records.lines],
