@@ -80,7 +80,7 @@ def _nodes_and_devices(sysfs: Path) -> list[Finding]:
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         node, advice = _node(index, sysfs), ""
         if node is None and nodes > 1:
-            advice = "start each rank on the node of its device: numactl --cpunodebind, nvidia-smi topo -m"
+            advice = "start each rank on the node of its device, with numactl (nvidia-smi shows the nodes)"
         error = _registration_error(index)
         if error:
             advice = "copies between it and host memory fail or are slow: look at the memory limit of the container"
