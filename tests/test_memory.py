@@ -18,6 +18,7 @@ from states import assert_same
 
 import sidestream
 from sidestream._layout import save_layout
+from sidestream._runtime.memory_maps import wait_unmapped
 from sidestream._runtime.threads import Deadline, Stop
 from sidestream._staging import AsyncStager
 from sidestream._staging import arena as arena_module
@@ -340,6 +341,27 @@ def test_registered_memory_grows_and_shrinks_in_idle_time_like_any_other() -> No
     assert arena.statistics().reserved_bytes > arena.statistics().registered_bytes == 2 * MIB
     trim_idle(arena)
     assert arena.statistics().reserved_bytes == 0
+    arena.close()
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_stager_in_use_keeps_registered_memory(aside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waits in the cache for the next save does not."""
+    monkeypatch.setattr(idle_module, "_TRIM_S", 0.0)
+    arena = Arena(64 * MIB, segment_bytes=MIB)
+    arena.pin(Pinner(), "device")
+    lease = lease_of(arena, 2)
+    lease.register(0)
+    lease.release()
+    idle = idle_module.IdleMemory(arena)
+    if aside:
+        idle.set_aside(64 * MIB)
+    else:
+        idle.note_staged((2 * MIB,))
+    idle.run(lambda: False)
+    assert wait_unmapped(Deadline.after(60))
+    assert arena.statistics().reserved_bytes == (0 if aside else 2 * MIB)
+    assert idle.due_s() is None
     arena.close()
 
 

@@ -289,6 +289,10 @@ class Arena:
         """Let ``Allocation.register`` register memory with ``pinner`` through ``device``."""
         self._pinner = (pinner, device)
 
+    @property
+    def registers(self) -> bool:
+        return self._pinner is not None
+
     def register(self, memory: MappedMemory, start: int) -> int:
         """Register memory (``MappedMemory.register``), if it is to be."""
         return len(memory) if self._pinner is None else memory.register(*self._pinner, start)

@@ -18,8 +18,8 @@ class IdleMemory:
 
     Such a save uses the same few windows repeatedly, so the arena stays small. When a state has been saved for the
     second time, the arena grows once to the size of the state, so that later stages do not wait for writes. When no
-    state has been saved for ten minutes, all memory is unmapped. After that the arena grows only when a state has again
-    been saved twice.
+    state has been saved for ten minutes, all memory is unmapped, unless it is registered with a device and its stager
+    belongs to the program. After that the arena grows only when a state has again been saved twice.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -28,6 +28,7 @@ class IdleMemory:
         self._wanted: tuple[int, ...] | None = None
         self._tries = 0
         self._most = arena.budget_bytes
+        self._aside = False
         self._grow_at = self._trim_at = float("inf")
 
     def note_staged(self, sizes: tuple[int, ...]) -> None:
@@ -55,7 +56,7 @@ class IdleMemory:
 
     def set_aside(self, most: int) -> None:
         """Limit growth to ``most`` bytes, and schedule the release of the memory, also if no state was saved."""
-        self._most = most
+        self._most, self._aside = most, True
         self._schedule()
 
     def _schedule(self) -> None:
@@ -75,7 +76,9 @@ class IdleMemory:
             self._grow_at = self._trim_at = float("inf")
             self._wanted = None
             self._known.clear()
-            self._arena.trim_idle()
+            # Registering again takes seconds, for which the fence of the next save would wait.
+            if self._aside or not self._arena.registers:
+                self._arena.trim_idle()
         elif now >= self._grow_at and self._wanted is not None:
             self._tries += 1
             # Memory may still be in use, by an export or a tensor that the user keeps. Then it is tried again, later
