@@ -60,10 +60,11 @@ class TorchDriver:
 
     def _streams(self, device: Any) -> tuple[Any, Any]:
         """Return the side stream of ``device``, and the stream that makes its pauses."""
+        key = type(self), device  # the streams of one driver are of no use to another
         with _streams_lock:
-            if device not in _streams:
-                _streams[device] = self._new_stream(device), self._new_stream(device)
-            return _streams[device]
+            if key not in _streams:
+                _streams[key] = self._new_stream(device), self._new_stream(device)
+            return _streams[key]
 
     def _new_stream(self, device: Any) -> Any:
         return torch.Stream(device)
