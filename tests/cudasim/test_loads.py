@@ -253,7 +253,7 @@ async def test_a_load_takes_as_long_as_the_slower_of_disk_and_link(
     state = {
         "large": {f"t{number}": torch.randn(12 << 20) for number in range(4)},
         "small": {f"t{number}": torch.randn(8 << 10) for number in range(6_000)},
-        "mixed": {f"t{number}": torch.randn((number * 977) % 400_000 + 1) for number in range(240)},
+        "mixed": {f"t{number}": torch.randn((number * 977) % 400_000 + 1) for number in range(600)},
     }[shape]
     await sidestream.save(state, tmp_path / "a")
     target = on_devices(state)
