@@ -243,9 +243,9 @@ class DeviceEngine:
         small = self._small(sizes)
         try:
             scratch, slots = self._gather({key: views[key] for key in small})
-        except ArenaExhaustedError:
+        except ArenaExhaustedError as error:
             if mode == "eager":
-                raise
+                raise ArenaExhaustedError(f'{error}, or stage with mode="lazy"') from error
             scratch, slots = [], {}  # the device is full: each is copied to the host when its turn comes
         large = [key for key in views if key not in slots]
         clones = {}
@@ -337,7 +337,7 @@ class DeviceEngine:
         runs, scatter, host = self._runs(stage, copies)
         parts: list[DevicePart] = []
         try:
-            for device in runs.keys() | scatter.keys():
+            for device in dict.fromkeys([*runs, *scatter]):
                 with failing(f"while enqueueing copies from {device}", stage.names):
                     self.driver.enter(device)
                     side = stage.sides[device]
@@ -363,7 +363,8 @@ class DeviceEngine:
         scatter: dict[Hashable, list[Copy]] = {}
         host: list[Copy] = []
         run: _Run | None = None  # may go on
-        its, between = None, list[Copy]()  # its device, and the copies from host memory behind it
+        run_device: Hashable = None
+        between: list[Copy] = []  # the copies from host memory behind the run
         for copy in copies:
             device = self.driver.device_of(copy.source)
             if device is None:
@@ -372,17 +373,17 @@ class DeviceEngine:
             side = stage.sides[device]
             if storage_key(copy.source) in side.slots:
                 scatter.setdefault(device, []).append(copy)
-                if device != its:  # it may be moved to its place before the run has been copied
+                if device != run_device:  # it may be moved to its place before the run has been copied
                     run = None
                 continue
             gathered = side.gathers and copy.nbytes <= side.chunk_bytes // 4
-            near = run is not None and device == its and copy.offset - run.end <= _BETWEEN_BYTES
+            near = run is not None and device == run_device and copy.offset - run.end <= _BETWEEN_BYTES
             if run is not None and near and gathered and copy.offset + copy.nbytes - run.start <= side.chunk_bytes:
                 run.copies.append(copy)
                 run.between += between
             else:
                 host += between
-                run, its = _Run([copy], []), device
+                run, run_device = _Run([copy], []), device
                 runs.setdefault(device, []).append(run)
                 if not gathered:
                     run = None
