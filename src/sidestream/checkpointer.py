@@ -682,10 +682,13 @@ class Checkpointer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, KeyboardInterrupt):  # the second Ctrl-C: asyncio turns the first one into a cancel
-            self._saves.cancel()
         try:
+            if isinstance(error, KeyboardInterrupt):  # the second Ctrl-C: asyncio turns the first one into a cancel
+                self._saves.cancel()
             await self.aclose()
+        except KeyboardInterrupt:  # it may come anywhere here, and the end of the program would wait for the saves
+            self._saves.cancel()
+            raise
         except Exception as failure:
             if error is None:
                 raise

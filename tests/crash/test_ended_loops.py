@@ -404,13 +404,11 @@ def test_a_load_does_not_wait_for_ever_for_a_loop_that_stands_still(tmp_path: Pa
         if isinstance(event, events.LoadFailed) and event.load.url == str(tmp_path / "a"):
             failed.append(event)
 
-    async def begin() -> asyncio.Task[Any]:
-        task = asyncio.ensure_future(sidestream.load({"o": Slow()}, tmp_path / "a", options=options))
-        await asyncio.sleep(0)  # it has begun, and its objects have not been asked yet
-        return task
-
     with events.observe(noted):
-        task = loop.run_until_complete(begin())
+        # The loop stands still after its first iteration: the load has begun, and its objects cannot have been asked.
+        task = loop.create_task(sidestream.load({"o": Slow()}, tmp_path / "a", options=options))
+        loop.call_soon(loop.stop)
+        loop.run_forever()
         until(lambda: failed)
     assert failed[0].error_type == "DeadlineExceededError"
     assert "whose event loop" in failed[0].reason

@@ -19,6 +19,7 @@ from _golden_states import blank, small
 
 import sidestream
 from sidestream import KeepLast
+from sidestream._engine.loop import operation_loop
 from sidestream.dcp import StorageWriter
 
 
@@ -72,8 +73,8 @@ async def _cancelled(root: Path, **options: Any) -> Any:
     loop = asyncio.get_running_loop()
 
     def told(turns: int = 50) -> None:
-        if turns:  # of the loop, in which the cancel reaches every task
-            loop.call_soon(told, turns - 1)
+        if turns:  # of the loop of operations, in which the cancel reaches every task
+            operation_loop().call(told, turns - 1)
         else:
             os.close(os.open(root.parent / "cancelled", os.O_CREAT | os.O_WRONLY))
 

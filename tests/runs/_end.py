@@ -50,6 +50,7 @@ async def main(run: str, way: str) -> None:
             await go_on(way, checkpoints, pending)
         except asyncio.CancelledError:
             say("cancelled")
+            asyncio.get_running_loop().call_soon(say, "leaving")  # when this task waits at the end of the block
             raise
         finally:
             say("finally")

@@ -201,7 +201,7 @@ async def test_ctrl_c(run: Path, trainer: Any) -> None:
 async def test_ctrl_c_twice(run: Path, trainer: Any) -> None:
     async with trainer(run, "sigint") as one:
         one.send(signal.SIGINT)
-        await one.says("cancelled")
+        await one.says("leaving")
         one.send(signal.SIGINT)
         code, _ = await one.end()
         assert code != 0

@@ -110,7 +110,8 @@ class OperationLoop:
         self._watched = bool(supervised_tasks())
         if self._watched:
             due = self._loop.time() + _LAG_S
-            self._loop.call_at(due, self._watch, due)
+            # Not in the context of the operation, which refers to its caller and so to the caller's event loop.
+            self._loop.call_at(due, self._watch, due, context=contextvars.Context())
 
     # --- the end of the program ---
 
