@@ -19,7 +19,8 @@ from ._convert.copy import CopyReport, copy, remove
 from ._convert.export import HF
 from ._engine.loop import set_exit_timeout
 from ._load.checkpoint import Checkpoint, TensorInfo, open_checkpoint
-from ._load.operation import LoadReport, PassedOver, load
+from ._load.operation import load
+from ._load.report import LoadReport, PassedOver
 from ._load.verification import Damage, VerifyReport
 from ._load.verify import verify
 from ._run.health import Health

@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn
 
 from ._engine.calls import as_operation, in_operation
 from ._load.checkpoint import Checkpoint, open_from
-from ._load.operation import LoadReport, LoadRequest
+from ._load.report import LoadReport, LoadRequest
 from ._load.verification import VerifyReport
 from ._run.exports import Exports, Upkeep
 from ._run.health import Health

@@ -59,8 +59,6 @@ from .reader import Reader, Wanted
 from .verification import VerifyReport
 from .verify import verify_manifest
 
-__all__ = ["Checkpoint", "Memory", "TensorInfo", "open_checkpoint", "open_from"]
-
 _MISSING = "is missing"
 
 

@@ -34,21 +34,10 @@ from ..events import (
     emit,
 )
 from ..options import GroupChoice, LoadOptions, Storage, Tolerated, options_of, tolerance_of
-from .report import LoadReport, LoadRequest, PassedOver, report_of
+from .report import LoadReport, LoadRequest, report_of
 from .target import StateTarget
 
-__all__ = [
-    "LoadLifecycle",
-    "LoadOperation",
-    "LoadReport",
-    "LoadRequest",
-    "PassedOver",
-    "ReadCall",
-    "load",
-    "load_from",
-    "reading",
-]
-
+__all__ = ["LoadReport", "ReadCall"]  # that others take from here
 
 E = TypeVar("E", bound=BaseException)
 

@@ -17,7 +17,8 @@ from typing import Any, Literal
 from .._group import Member, Operation, run_together
 from .._load.open.manifest import read_metadata
 from .._load.open.steps import Step
-from .._load.operation import LoadReport, LoadRequest, PassedOver, load_from
+from .._load.operation import load_from
+from .._load.report import LoadReport, LoadRequest, PassedOver
 from .._load.verification import VerifyReport
 from .._load.verify import verify_at
 from .._runtime.tasks import in_parallel

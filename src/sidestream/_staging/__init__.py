@@ -5,7 +5,7 @@ from __future__ import annotations
 from .arena import Allocation, MappedMemory
 from .cached import borrow, give_back
 from .captured import Captured, Composite, Form, Sharding, capture, consists_of_others, dismantle, settled
-from .device import DeviceEngine, StageMode
+from .device import DeviceEngine
 from .driver import CudaDriver, TorchDriver
 from .host import HostEngine, memory_behind, raw_start
 from .image import Columns, Copies, Copy, ImageLayout
@@ -32,7 +32,6 @@ __all__ = [
     "PlanCache",
     "Sharding",
     "SnapshotReader",
-    "StageMode",
     "StagedState",
     "Staging",
     "TorchDriver",

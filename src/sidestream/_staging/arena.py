@@ -37,17 +37,6 @@ from .drain import Drain
 from .placement import place
 from .registration import Pinner, Registration, register
 
-__all__ = [
-    "PAGE_BYTES",
-    "SEGMENT_BYTES",
-    "Allocation",
-    "Arena",
-    "ArenaStatistics",
-    "Backing",
-    "MappedMemory",
-    "whole_pages",
-]
-
 PAGE_BYTES = 4096
 SEGMENT_BYTES = 8 << 20
 """The size of a segment, at least, as far as the budget allows."""

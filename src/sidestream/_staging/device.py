@@ -38,8 +38,6 @@ from .driver import TorchDriver
 from .host import HostEngine, check_extent, elements_of, move, pieces_in, raw_start, rows_with
 from .image import Copy
 
-__all__ = ["DeviceEngine", "DeviceStage", "StageMode"]
-
 _SMALL_BYTES = 1 << 20
 _CHUNK_BYTES = 32 << 20
 _CHUNKS = 128  # of a large state: a launch blocks when some 1,000 operations are queued on a stream

@@ -38,10 +38,10 @@ from ..errors import (
     SkippedError,
 )
 from ..events import WaitReason
-from ..options import WhenFull, check_choice, check_count, check_timeout
-from .arena import PAGE_BYTES, Allocation, Arena, ArenaStatistics, Backing, MappedMemory, whole_pages
+from ..options import Backing, StageMode, WhenFull, check_choice, check_count, check_timeout
+from .arena import PAGE_BYTES, Allocation, Arena, ArenaStatistics, MappedMemory, whole_pages
 from .captured import Captured, capture
-from .device import DeviceEngine, StageMode
+from .device import DeviceEngine
 from .drain import Drain
 from .driver import driver_for
 from .future import Copied, StagingFuture, raise_first
