@@ -140,9 +140,13 @@ async def test_a_full_disk_at_the_commit(tmp_path: Path, monkeypatch: pytest.Mon
 
 async def test_a_cancel(tmp_path: Path) -> None:
     with watched(SaveEvent) as seen:
-        pending = sidestream.async_save(state(), tmp_path / "a")
-        await asyncio.sleep(0)  # a save that is cancelled before its first step has not started
+        cancelled = threading.Event()
+        held = sidestream.SaveOptions(names=lambda name: name if cancelled.wait(60) else None)
+        pending = sidestream.async_save(state(), tmp_path / "a", options=held)
+        while not seen:  # a save that is cancelled before its first step has not started
+            await asyncio.sleep(0)
         assert pending.cancel()
+        cancelled.set()
         await pending.ended()
     assert names(seen)[-1] == "SaveFailed"
     assert seen[-1].error_type == "CancelledError"
