@@ -27,7 +27,7 @@ import sidestream
 from sidestream._runtime.memory_maps import wait_unmapped
 from sidestream._runtime.threads import Deadline
 from sidestream._save import writer
-from sidestream._staging import AsyncStager, DeviceEngine, StageMode, cached
+from sidestream._staging import AsyncStager, DeviceEngine, cached
 from sidestream._staging.driver import TorchDriver
 from sidestream.errors import (
     ArenaExhaustedError,
@@ -37,6 +37,7 @@ from sidestream.errors import (
     GraphCaptureError,
     InvalidOptionError,
 )
+from sidestream.options import StageMode
 
 SEEDS = range(40)
 

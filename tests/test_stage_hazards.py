@@ -30,7 +30,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 import sidestream
 from sidestream._runtime.rate import RateLimiter
 from sidestream._runtime.threads import Stop, Threads
-from sidestream._staging import AsyncStager, Copy, DeviceEngine, HostEngine, StageMode
+from sidestream._staging import AsyncStager, Copy, DeviceEngine, HostEngine
 from sidestream.errors import (
     ArenaExhaustedError,
     ClosedError,
@@ -41,6 +41,7 @@ from sidestream.errors import (
     SkippedError,
     UnsupportedTensorError,
 )
+from sidestream.options import StageMode
 
 KIB = 1 << 10
 

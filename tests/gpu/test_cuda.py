@@ -22,8 +22,9 @@ import sidestream
 import sidestream.blocking
 from sidestream._runtime.memory_maps import wait_unmapped
 from sidestream._runtime.threads import Deadline
-from sidestream._staging import AsyncStager, StageMode
+from sidestream._staging import AsyncStager
 from sidestream.errors import GraphCaptureError
+from sidestream.options import StageMode
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*ComplexHalf support is experimental.*:UserWarning"),
