@@ -13,14 +13,14 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterable
-from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from .._runtime.gil import give_no_turns
+from .._runtime.gil import give_no_turns, write_holding_gil
 from .._runtime.public import public
 from .._runtime.tasks import supervise, supervised_tasks
 from .._runtime.threads import ThreadFuture, io_threads, read_threads, write_threads
@@ -30,6 +30,8 @@ _log = logging.getLogger("sidestream")
 
 _LAG_S = 0.1
 """How late the loop may be before that is logged."""
+
+_WAKEUPS = 4096  # bytes, each from one thread, that are read at once
 
 _SILENT_S = 5.0
 """How long the end of the program waits for operations before it logs what it waits for."""
@@ -43,7 +45,12 @@ class OperationLoop:
         self._loop = asyncio.SelectorEventLoop()
         give_no_turns(self._loop)
         self._watched = False
-        self._postings: set[Future[Any]] = set()  # for each operation of which the loop has not been told
+        self._starts: deque[tuple[contextvars.Context, Callable[[], None]]] = deque()  # not begun by the loop yet
+        self._read_end, self._write_end = os.pipe()  # a byte in this pipe wakes up the loop
+        for end in (self._read_end, self._write_end):
+            os.set_blocking(end, False)
+        # In an empty context. That of this code refers to what the caller has set, and the loop never ends.
+        contextvars.Context().run(self._loop.add_reader, self._read_end, self._begin_all)
         self._thread = threading.Thread(target=self._serve, name="sidestream-operations", daemon=True)
         self._thread.start()
         # Python 3.12 starts no thread once the program ends, and operations that have begun need these until their end.
@@ -81,17 +88,17 @@ class OperationLoop:
         if self.is_here():
             self._start(work, name)
             return
-        # A thread of a pool calls the loop. Waking up the loop is a system call, in which this thread would lose the
-        # GIL: to the loop, or for 5 ms to a thread that computes. Not a thread of ``io_threads``, which all may hang.
-        start = partial(self._start, work, name)
-        post = partial(self._loop.call_soon_threadsafe, start, context=contextvars.copy_context())
-        try:
-            posting = write_threads().submit(post)
-        except RuntimeError:  # no thread can be started any more
-            post()
-            return
-        self._postings.add(posting)
-        posting.add_done_callback(self._postings.discard)
+        # ``call`` is a system call in which this thread would lose the GIL: to the loop, or for 5 ms to a thread that
+        # computes.
+        self._starts.append((contextvars.copy_context(), partial(self._start, work, name)))
+        write_holding_gil(self._write_end, b"0", 1)
+
+    def _begin_all(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._read_end, _WAKEUPS)
+        while self._starts:
+            context, start = self._starts.popleft()
+            context.run(start)
 
     def _start(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         supervise(work(), name)
@@ -126,10 +133,10 @@ class OperationLoop:
 
     def _ended(self) -> Future[bool]:
         """Return a future that is True if nothing is in progress, and resolves when what is in progress has ended."""
-        futures.wait(list(self._postings), _SILENT_S)
         found: Future[bool] = ThreadFuture()
 
         async def wait() -> None:
+            self._begin_all()  # the loop may have been woken up for this first
             tasks = supervised_tasks()
             if tasks:
                 await _wait_or_cancel(tasks)

@@ -123,6 +123,11 @@ too much for each of 10,000 small tensors."""
 memmove_holding_gil.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 memmove_holding_gil.restype = None
 
+write_holding_gil = ctypes.PyDLL(None).write
+"""``write`` to a descriptor that keeps the GIL. It must not block."""
+write_holding_gil.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)
+write_holding_gil.restype = ctypes.c_ssize_t
+
 
 def move_small(sources: Iterable[int], targets: Iterable[int], sizes: Iterable[int]) -> None:
     """Copy memory between addresses. The GIL is held until all of it has been copied."""
