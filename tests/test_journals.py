@@ -87,8 +87,8 @@ async def test_a_disk_that_hangs_holds_up_no_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pipe that nothing reads: when it is full, a write to it never returns."""
-    monkeypatch.setattr("sidestream.observability.journal._MOST", 50)
-    monkeypatch.setattr("sidestream.observability.journal._CLOSE_S", 0.1)
+    monkeypatch.setattr("sidestream.observability.observer._MOST", 50)
+    monkeypatch.setattr("sidestream.observability.observer._CLOSE_S", 0.1)
     os.mkfifo(tmp_path / "j")
     reader = os.open(tmp_path / "j", os.O_RDONLY | os.O_NONBLOCK)
     try:

@@ -309,7 +309,7 @@ async def test_an_observer_that_raises_changes_no_save(tmp_path: Path, caplog: p
 
 async def test_several_threads_emit_at_once(tmp_path: Path) -> None:
     observers = everyone(tmp_path)
-    costs, registry = observers[-1], observers[0]._collectors._registry  # type: ignore[attr-defined]
+    costs, registry = observers[-1], observers[0]._registry  # type: ignore[attr-defined]
 
     def emit(number: int) -> None:
         for step in range(200):

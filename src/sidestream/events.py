@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -465,7 +465,8 @@ Event: TypeAlias = (
 Observer: TypeAlias = Callable[[Event], object]
 """A function that is called with each event, as ``observe`` says. What it returns is ignored."""
 
-_observers: tuple[Observer, ...] = ()
+_observers: tuple[tuple[Observer, bool], ...] = ()
+"""Each observer, and whether it is quick."""
 _lock = threading.Lock()
 
 
@@ -479,21 +480,32 @@ def observe(observer: Observer) -> Iterator[None]:
         observer: Called in the thread in which the event happens, or, while that of an earlier event of the same save
             is still called, in the thread of that one. It must be quick: a call on the event loop blocks the loop.
     """
+    with _registered(observer, quick=False):
+        yield
+
+
+def observe_quickly(observer: Observer) -> AbstractContextManager[None]:
+    """Do ``observe`` with an observer that never waits. It is called on the loop of operations too."""
+    return _registered(observer, quick=True)
+
+
+@contextmanager
+def _registered(observer: Observer, *, quick: bool) -> Iterator[None]:
     global _observers
     with _lock:
-        _observers = (*_observers, observer)
+        _observers = (*_observers, (observer, quick))
     try:
         yield
     finally:
         with _lock:
             remaining = list(_observers)
-            remaining.remove(observer)
+            remaining.remove((observer, quick))
             _observers = tuple(remaining)
 
 
-def observed() -> bool:
-    """Return whether there is an observer."""
-    return bool(_observers)
+def may_wait() -> bool:
+    """Return whether there is an observer that may wait, which the loop of operations must not call."""
+    return not all(quick for _, quick in _observers)
 
 
 def emit(event: Event) -> None:
@@ -509,7 +521,7 @@ def emit(event: Event) -> None:
         _log.log(
             logging.WARNING if isinstance(event, (GuaranteeLost, WriterProcessLost)) else logging.DEBUG, "%s", event
         )
-    for observer in _observers:
+    for observer, _ in _observers:
         try:
             observer(event)
         except Exception:

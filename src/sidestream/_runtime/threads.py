@@ -31,7 +31,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, TypeVarTuple
 import anyio
 
 from ..errors import ClosedError, DeadlineExceededError, ForkedProcessError, allocating, mark_stuck
-from ..events import observed
+from ..events import may_wait
 from .gil import give_turns, holding_gil, slice_s, stop_turns, yield_gil
 from .pauses import by_size, chunked, collected, pace_this_thread, paced, pause_if_due, pause_point
 
@@ -680,7 +680,7 @@ def io_threads() -> Threads:
 async def report(call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
     """Make a ``call`` that emits events, and wait for it. Observers are code of the user, which may wait for another
     operation, so they are called in a thread, and not on the loop of operations."""
-    if not observed():
+    if not may_wait():
         call(*args, **kwargs)
         return
 
