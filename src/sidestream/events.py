@@ -515,23 +515,19 @@ def emit(event: Event) -> None:
     Args:
         event: The event.
     """
-    if isinstance(event, (SaveCommitted, LoadApplied)):
-        _log_end(event)
-    elif not isinstance(event, (SaveEvent, LoadEvent)):
-        _log.log(
-            logging.WARNING if isinstance(event, (GuaranteeLost, WriterProcessLost)) else logging.DEBUG, "%s", event
-        )
-    for observer, _ in _observers:
-        try:
-            observer(event)
-        except Exception:
-            _log.exception("an observer failed on %s", type(event).__name__)
-
-
-def _log_end(event: SaveEvent | LoadEvent) -> None:
-    """Log one line for a committed save, and for the end of a restore."""
     match event:
         case SaveCommitted(save=save):
             _log.info("%s: %d bytes committed in %.3f s", save.url, event.nbytes, event.seconds.get("committed", 0.0))
         case LoadApplied(load=LoadContext(operation="restore") as load):
             _log.info("%s: %d bytes restored in %.3f s", load.url, event.nbytes, event.seconds.get("applied", 0.0))
+        case SaveEvent() | LoadEvent():
+            pass
+        case GuaranteeLost() | WriterProcessLost():
+            _log.warning("%s", event)
+        case _:
+            _log.debug("%s", event)
+    for observer, _ in _observers:
+        try:
+            observer(event)
+        except Exception:
+            _log.exception("an observer failed on %s", type(event).__name__)

@@ -25,8 +25,6 @@ from ..events import (
 from .observer import EventObserver
 from .phases import WorkInProgress
 
-__all__ = ["CostReport", "Costs", "Sums"]
-
 _FEWEST_STEPS = 20
 _KEPT = 256
 

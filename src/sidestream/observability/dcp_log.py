@@ -11,8 +11,6 @@ from ..events import Event, LoadEvent, SaveEvent
 from .observer import QueuedObserver
 from .phases import context_of
 
-__all__ = ["DCPLog"]
-
 _EVENTS: dict[type[SaveEvent | LoadEvent], str] = {
     events.SaveStarted: "start",
     events.LoadStarted: "start",

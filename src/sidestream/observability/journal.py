@@ -9,8 +9,6 @@ from ..events import Event
 from .observer import QueuedObserver
 from .records import head, line_of
 
-__all__ = ["Journal"]
-
 
 class Journal(QueuedObserver):
     """Appends each event to a file, as one JSON object in a line, for ``sidestream report`` and ``sidestream trace``.

@@ -14,8 +14,6 @@ from .. import events
 from ..events import CallerWaited, Event, LoadEvent, SaveEvent
 from .phases import Phase, UnderWay, WorkInProgress
 
-__all__ = ["BOUNDARIES", "MEASURES", "Measure", "Measures"]
-
 BOUNDARIES = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 """The boundaries of all histograms, in seconds."""
 
@@ -36,26 +34,20 @@ class Measure:
 
 
 MEASURES = (
-    Measure("save.duration", "save_duration_seconds", "histogram", "s", ("operation", "phase"),
-            "The phases of saves, and committed saves as a whole (total)"),
-    Measure("save.blocked.duration", "save_blocked_seconds", "histogram", "s", ("cause",),
-            "How long callers were held up by saves"),
-    Measure("save.blocked.reason", "save_blocked_reason_seconds", "counter", "s", ("cause", "reason"),
-            "What callers that were held up waited for"),
+    Measure("save.duration", "save_duration_seconds", "histogram", "s", ("operation", "phase"), "Phases of saves"),
+    Measure("save.blocked.duration", "save_blocked_seconds", "histogram", "s", ("cause",), "Waits of callers"),
+    Measure("save.blocked.reason", "save_blocked_reason_seconds", "counter", "s", ("cause", "reason"), "Their reasons"),
     Measure("saves", "saves", "counter", "{save}", ("operation", "outcome", "error_type"), "Saves that have ended"),
     Measure("save.bytes", "save_bytes", "counter", "By", ("storage",), "Bytes of committed saves, of this rank"),
     Measure("save.active", "saves_in_flight", "updown", "{save}", ("state",), "Saves that have not ended"),
     Measure("checkpoint.last_durable.step", "last_durable_step", "gauge", "{step}", (), "The last committed step"),
-    Measure("checkpoint.last_durable.timestamp", "last_durable_timestamp_seconds", "gauge", "s", (),
-            "The Unix time of the last commit"),
-    Measure("load.duration", "load_duration_seconds", "histogram", "s", ("operation", "phase"),
-            "The phases of loads, and successful loads as a whole (total)"),
+    Measure("checkpoint.last_durable.timestamp", "last_durable_timestamp_seconds", "gauge", "s", (), "Its Unix time"),
+    Measure("load.duration", "load_duration_seconds", "histogram", "s", ("operation", "phase"), "Phases of loads"),
     Measure("loads", "loads", "counter", "{load}", ("operation", "outcome", "error_type"), "Loads that have ended"),
     Measure("load.bytes", "load_bytes", "counter", "By", ("storage",), "Bytes that successful loads have read"),
     Measure("load.fallbacks", "load_fallbacks", "counter", "{load}", (), "Damaged steps that a restore passed over"),
     Measure("storage.retries", "storage_retries", "counter", "{request}", ("storage",), "Requests sent again"),
-    Measure("storage.throttled.duration", "storage_throttled_seconds", "counter", "s", ("storage",),
-            "How long requests waited because a storage asked for fewer"),
+    Measure("storage.throttled.duration", "storage_throttled_seconds", "counter", "s", ("storage",), "Throttled waits"),
     Measure("retention.deleted", "retention_deleted", "counter", "{step}", (), "Steps that pruning has deleted"),
     Measure("checkpoint.damaged", "checkpoints_damaged", "gauge", "{step}", (), "Damaged steps known to pruning"),
     Measure("writer.lost", "writer_processes_lost", "counter", "{process}", (), "Writer processes that ended early"),

@@ -9,13 +9,10 @@ import queue
 import time
 from concurrent.futures import Future
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self
 
 from .._runtime.threads import Threads
 from ..events import Event, observe_quickly
-
-__all__ = ["EventObserver", "QueuedObserver"]
 
 _MOST = 10_000
 _CLOSE_S = 5.0
@@ -42,9 +39,7 @@ class EventObserver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
 

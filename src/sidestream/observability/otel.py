@@ -11,8 +11,6 @@ from .measures import BOUNDARIES, MEASURES, Measures
 from .observer import QueuedObserver
 from .phases import Phase
 
-__all__ = ["OpenTelemetry"]
-
 _USES = {
     "counter": ("create_counter", "add"),
     "updown": ("create_up_down_counter", "add"),

@@ -8,8 +8,6 @@ from typing import Any, Literal, TypeAlias
 from .. import events
 from ..events import LoadContext, LoadEvent, SaveContext, SaveEvent
 
-__all__ = ["Outcome", "Phase", "UnderWay", "WorkInProgress", "context_of"]
-
 Outcome: TypeAlias = Literal["committed", "applied", "failed", "cancelled", "skipped"]
 _PHASES: dict[type[SaveEvent | LoadEvent], str] = {
     events.SavePlanned: "plan",

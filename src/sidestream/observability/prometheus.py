@@ -11,8 +11,6 @@ from ..events import Event
 from .measures import BOUNDARIES, MEASURES, Measures
 from .observer import EventObserver
 
-__all__ = ["Prometheus"]
-
 _USES = {"counter": "inc", "updown": "inc", "gauge": "set", "histogram": "observe"}
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from .. import events
 from ..events import Event, LoadContext, SaveContext
 
-__all__ = ["JournalContent", "head", "line_of", "read_journal"]
-
 _KINDS: dict[str, Any] = {
     name: kind
     for name in events.__all__

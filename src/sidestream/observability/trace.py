@@ -21,8 +21,6 @@ from .costs import CostReport, Sums
 from .phases import UnderWay, WorkInProgress
 from .records import JournalContent
 
-__all__ = ["report_of", "trace_of"]
-
 
 def report_of(journal: JournalContent) -> CostReport:
     """Return the costs that a journal shows, for the time from its first event to its last.
@@ -41,8 +39,8 @@ def report_of(journal: JournalContent) -> CostReport:
 
 
 def trace_of(journals: Sequence[JournalContent]) -> dict[str, Any]:
-    """Return one trace of journals: a process for each rank, with an asynchronous slice for each save and load, a slice
-    for each of their phases, counters of bytes, and an instant for each commit of a step, wait, retry and warning.
+    """Return one trace of journals: a process for each rank, with an asynchronous slice for each save and load, and in
+    it one for each of its phases, counters of bytes, and an instant for each commit of a step, wait, retry and warning.
 
     Args:
         journals: The journals, in any order.
@@ -67,7 +65,6 @@ class _Trace:
     found: list[dict[str, Any]] = field(default_factory=list)
     _work: WorkInProgress = field(default_factory=WorkInProgress)
     _begun: int = 0
-    _lanes: list[UnderWay | None] = field(default_factory=list)
     _bytes: Counter[str] = field(default_factory=Counter)
 
     def of(self, recorded: Sequence[tuple[int, Event]]) -> list[dict[str, Any]]:
@@ -82,9 +79,9 @@ class _Trace:
             self._put_end(one, recorded[-1][0], "unknown")
         return self.found
 
-    def _put(self, kind: str, name: str, time_ns: int | None, tid: int = 0, **more: Any) -> None:
+    def _put(self, kind: str, name: str, time_ns: int | None, **more: Any) -> None:
         at = {} if time_ns is None else {"ts": (time_ns - self.start_ns) / 1e3}
-        self.found.append({"ph": kind, "name": name, "pid": self.rank, "tid": tid, **at, **more})
+        self.found.append({"ph": kind, "name": name, "pid": self.rank, "tid": 0, **at, **more})
 
     def _put_phase(self, event: SaveEvent | LoadEvent) -> None:
         phase = self._work.follow(event)
@@ -98,25 +95,19 @@ class _Trace:
         if phase.name is None:
             self._put_begin(one)
             return
-        self._put("X", phase.name, began, 1 + self._lanes.index(one), cat="phase", dur=max(ended - began, 0) / 1e3)
+        self._put("b", phase.name, began, **one.note)
+        self._put("e", phase.name, max(began, ended), **one.note)
         if phase.outcome is not None:
-            self._put_end(one, ended, phase.outcome)
+            self._put_end(one, max(began, ended), phase.outcome)
 
     def _put_begin(self, one: UnderWay) -> None:
         self._begun += 1
         one.note = {"cat": one.kind, "id": f"{self.rank}.{self.number}.{self._begun}"}
-        # Phases of one save follow each other. Saves that overlap have their phases on lanes of their own.
-        if None in self._lanes:
-            self._lanes[self._lanes.index(None)] = one
-        else:
-            self._lanes.append(one)
-            self._put("M", "thread_name", None, len(self._lanes), args={"name": f"phases {len(self._lanes)}"})
         about = one.context
         args = {"url": about.url, "step": about.step, "rank": about.rank, "world": about.world}
         self._put("b", _name_of(one), one.began[1], **one.note, args=args)
 
     def _put_end(self, one: UnderWay, time_ns: int, outcome: str) -> None:
-        self._lanes[self._lanes.index(one)] = None
         args = {"outcome": outcome, "save_id": one.context.save_id, "bytes": one.nbytes}
         self._put("e", _name_of(one), time_ns, **one.note, args=args)
 
