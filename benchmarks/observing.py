@@ -4,7 +4,7 @@
 
 ``emit``: the time of ``events.emit`` with no observer, and with Prometheus, OpenTelemetry (its SDK, spans batched in
 memory), a journal, DCP's log and costs at once: the median over the events of one save. ``save``: a durable save of
-``--tensors`` tensors of 1 KiB, with and without all of them, in turns; the medians, and the median ratios of neighbours.
+``--tensors`` tensors of 1 KiB, with and without all of them, in turns: medians, and the median ratios of neighbours.
 """
 
 from __future__ import annotations

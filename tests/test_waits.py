@@ -41,6 +41,13 @@ class Outside:
             self.seconds += time.monotonic() - began
 
 
+async def warm(engine: GatedEngine, stager: sidestream.AsyncStager, state: dict[str, Any]) -> None:
+    """Map the memory that a stage needs: making it is a wait for memory too, and takes what the machine makes of it."""
+    engine.gate.set()
+    (await stager.stage(state)).release()
+    engine.gate.clear()
+
+
 def later(action: Callable[[], object]) -> None:
     """Do ``action`` in a thread, so long from now that the wait can be measured."""
     timer = threading.Timer(HELD_S, action)
@@ -65,6 +72,7 @@ async def test_a_thread_at_the_fence_waits_for_copies(how: str) -> None:
     optimizer = torch.optim.SGD([weight], lr=0.1)
     weight.grad = torch.ones(100)
     async with sidestream.AsyncStager(engine=engine) as stager:
+        await warm(engine, stager, {"w": weight})
         handle = stager.guard(optimizer)
         with watched(CallerWaited) as seen, Costs() as costs:
             staged = stager.stage({"w": weight})
@@ -81,6 +89,7 @@ async def test_a_thread_at_the_fence_waits_for_copies(how: str) -> None:
 async def test_a_task_waits_for_copies() -> None:
     engine, outside = GatedEngine(), Outside()
     async with sidestream.AsyncStager(engine=engine) as stager:
+        await warm(engine, stager, state())
         with watched(CallerWaited) as seen:
             staged = stager.stage(state())
             later(engine.gate.set)
@@ -137,6 +146,7 @@ async def test_a_save_waits_for_a_slot(tmp_path: Path) -> None:
 async def test_the_call_of_an_eager_stager_waits_for_copies(tmp_path: Path) -> None:
     engine, outside = GatedEngine(), Outside()
     async with sidestream.AsyncStager(engine=engine, mode="eager") as stager:
+        await warm(engine, stager, state())
         with watched(CallerWaited) as seen:
             later(engine.gate.set)
             with outside.waits():
@@ -151,6 +161,7 @@ async def test_the_call_of_an_eager_stager_waits_for_copies(tmp_path: Path) -> N
 async def test_a_wait_in_a_thread_and_one_that_is_cancelled_count(tmp_path: Path) -> None:
     engine, outside = GatedEngine(), Outside()
     async with sidestream.AsyncStager(engine=engine) as stager:
+        await warm(engine, stager, state())
         with watched(CallerWaited) as seen:
             pending = sidestream.async_save(state(), tmp_path / "a", stager=stager)
             del seen[:]
