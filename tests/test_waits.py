@@ -146,11 +146,12 @@ async def test_a_save_waits_for_a_slot(tmp_path: Path) -> None:
 async def test_the_call_of_an_eager_stager_waits_for_copies(tmp_path: Path) -> None:
     engine, outside = GatedEngine(), Outside()
     async with sidestream.AsyncStager(engine=engine, mode="eager") as stager:
-        await warm(engine, stager, state())
+        values = state()
+        await warm(engine, stager, values)
         with watched(CallerWaited) as seen:
             later(engine.gate.set)
             with outside.waits():
-                pending = sidestream.async_save(state(), tmp_path / "a", stager=stager)
+                pending = sidestream.async_save(values, tmp_path / "a", stager=stager)
         await pending
     assert [event.cause for event in seen] == ["call"]
     assert seen[0].save is not None

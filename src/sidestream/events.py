@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -480,17 +480,13 @@ def observe(observer: Observer) -> Iterator[None]:
         observer: Called in the thread in which the event happens, or, while that of an earlier event of the same save
             is still called, in the thread of that one. It must be quick: a call on the event loop blocks the loop.
     """
-    with _registered(observer, quick=False):
+    with observing(observer, quick=False):
         yield
 
 
-def observe_quickly(observer: Observer) -> AbstractContextManager[None]:
-    """Do ``observe`` with an observer that never waits. It is called on the loop of operations too."""
-    return _registered(observer, quick=True)
-
-
 @contextmanager
-def _registered(observer: Observer, *, quick: bool) -> Iterator[None]:
+def observing(observer: Observer, *, quick: bool) -> Iterator[None]:
+    """Do ``observe``. A ``quick`` observer never waits, so it is called on the loop of operations too."""
     global _observers
     with _lock:
         _observers = (*_observers, (observer, quick))

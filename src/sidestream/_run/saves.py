@@ -336,6 +336,7 @@ class QueuedSave:
         url = f"{run}/{step_name(step, 1)}"
         self._save = SaveContext("save", url, run=run, step=step, rank=entry.rank, world=entry.world)
         self._entry = entry
+        self.reasons = entry.reasons
         self._writer = writer
         self._launch: Callable[[LiveWriter | None], Awaitable[Started]] | None = launch
         self._work: SaveWork | None = None
@@ -356,10 +357,6 @@ class QueuedSave:
     @property
     def context(self) -> SaveContext:
         return self._save if self._work is None else self._work.context
-
-    @property
-    def reasons(self) -> WaitReasons:
-        return self._entry.reasons
 
     async def run(self, staged: Future[None]) -> SaveInfo:
         try:

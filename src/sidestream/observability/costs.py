@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from array import array
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,7 +26,8 @@ from .observer import EventObserver
 from .phases import WorkInProgress
 
 _FEWEST_STEPS = 20
-_KEPT = 256
+_KEPT_STEPS = 1024
+_KEPT_WAITS = 256
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -159,7 +160,7 @@ class Sums:
         touching = [one for one in self._waits if one[0] <= ended and one[1] >= began]
         covered = sum(min(until, ended) - max(since, began) for since, until in touching)
         whole = (min(since for since, _ in [(began, ended), *touching]), max(ended, *(one[1] for one in touching), 0))
-        self._waits = [*(one for one in self._waits if one not in touching), whole][-_KEPT:]
+        self._waits = [*(one for one in self._waits if one not in touching), whole][-_KEPT_WAITS:]
         return max(ended - began - covered, 0)
 
 
@@ -167,7 +168,8 @@ class Costs(EventObserver):
     """Adds up what saves cost a run, from its construction on.
 
     ``with costs.step():`` around each training step adds the cause that no call shows: steps beside a save are slower,
-    because the save uses processors, memory and the GIL.
+    because the save uses processors, memory and the GIL. They are compared with the median of the latest 1,024 steps
+    without a save.
     """
 
     def __init__(self) -> None:
@@ -176,7 +178,10 @@ class Costs(EventObserver):
         self._sums = Sums()
         self._work = WorkInProgress()
         self._started = 0
-        self._beside, self._without = array("d"), array("d")
+        self._steps = {True: 0, False: 0}
+        """The number of steps beside a save, and without one, and their length."""
+        self._seconds = {True: 0.0, False: 0.0}
+        self._without: deque[float] = deque(maxlen=_KEPT_STEPS)
         super().__init__()
 
     @contextmanager
@@ -188,19 +193,23 @@ class Costs(EventObserver):
         seconds = time.monotonic() - began
         waited_then, started_then, _ = self._state()
         beside = saving or started_then > started
+        seconds -= waited_then - waited
         with self._lock:
-            (self._beside if beside else self._without).append(seconds - (waited_then - waited))
+            self._steps[beside] += 1
+            self._seconds[beside] += seconds
+            if not beside:
+                self._without.append(seconds)
 
     def report(self) -> CostReport:
         """Return the costs so far."""
         with self._lock:
-            beside, without = self._beside, self._without
             found = self._sums.report(time.monotonic() - self._began, time.time_ns())
-            seconds = found.seconds
-            if min(len(beside), len(without)) >= _FEWEST_STEPS:
-                dilation_s = max(sum(beside) - len(beside) * statistics.median(without), 0.0)
-                seconds = MappingProxyType({**seconds, "dilation": dilation_s})
-            return replace(found, seconds=seconds, steps_beside=len(beside), steps_without=len(without))
+            beside, beside_s, without = self._steps[True], self._seconds[True], list(self._without)
+            found = replace(found, steps_beside=beside, steps_without=self._steps[False])
+        if min(beside, len(without)) < _FEWEST_STEPS:
+            return found
+        dilation_s = max(beside_s - beside * statistics.median(without), 0.0)
+        return replace(found, seconds=MappingProxyType({**found.seconds, "dilation": dilation_s}))
 
     def _observe(self, event: Event) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import Any, Self
 
 from .._runtime.threads import Threads
-from ..events import Event, observe_quickly
+from ..events import Event, observing
 
 _MOST = 10_000
 _CLOSE_S = 5.0
@@ -26,7 +26,7 @@ class EventObserver:
 
     def __init__(self) -> None:
         self._observing = ExitStack()
-        self._observing.enter_context(observe_quickly(self._observe))
+        self._observing.enter_context(observing(self._observe, quick=True))
 
     def _observe(self, event: Event) -> None:
         """Take one event, and return at once. Called in any thread, by several at a time, and on the loop."""

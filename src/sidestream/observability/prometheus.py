@@ -40,16 +40,11 @@ class Prometheus(EventObserver):
         self._registry = REGISTRY if registry is None else registry
         self._constant = dict(labels or {})
         self._found: dict[str, tuple[Any, str]] = {}
-        self._registered: list[Any] = []
-        try:
-            for one in MEASURES:
-                name, labelnames = f"sidestream_{one.prometheus}", (*self._constant, *one.labels)
-                made = makers.get(one.kind, Gauge)(name, one.about, labelnames, registry=self._registry)
-                self._found[one.name] = made, _USES[one.kind]
-                self._registered.append(made)
-        except ValueError:
-            self._unregister()
-            raise
+        for one in MEASURES:
+            name, labelnames = f"sidestream_{one.prometheus}", (*self._constant, *one.labels)
+            made = makers.get(one.kind, Gauge)(name, one.about, labelnames, registry=self._registry)
+            self._found[one.name] = made, _USES[one.kind]
+        self._registered = [made for made, _ in self._found.values()]
         bound = cache(self._bound)
         self._measures = Measures(lambda name, value, *labels: bound(name, *labels)(value))
         super().__init__()
@@ -57,9 +52,6 @@ class Prometheus(EventObserver):
     def close(self) -> None:
         """Observe no more, and remove the collectors from the registry. Calling it again has no effect."""
         super().close()
-        self._unregister()
-
-    def _unregister(self) -> None:
         while self._registered:
             self._registry.unregister(self._registered.pop())
 

@@ -11,12 +11,6 @@ from typing import Any
 from .. import events
 from ..events import Event, LoadContext, SaveContext
 
-_KINDS: dict[str, Any] = {
-    name: kind
-    for name in events.__all__
-    if is_dataclass(kind := getattr(events, name)) and not name.endswith("Context")
-}
-
 
 @dataclass(frozen=True, slots=True)
 class JournalContent:
@@ -87,7 +81,7 @@ def read_journal(path: str | PathLike[str]) -> JournalContent:
 
 
 def _event_of(record: dict[str, Any]) -> Event:
-    kind = _KINDS[record["event"]]
+    kind: Any = getattr(events, record["event"])
     values = {field.name: record[field.name] for field in fields(kind) if field.name in record}
     for name, context in (("save", SaveContext), ("load", LoadContext)):
         if values.get(name) is not None:
