@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import trace_schema
-from phases import watched
+from phases import ALL_KINDS, watched
 
 import sidestream
 from sidestream import events
@@ -34,16 +34,6 @@ async def use(run: Path) -> None:
             await one.staged
             await one
         await checkpoints.restore(state())
-
-
-ALL_KINDS: list[events.Event] = [
-    events.Retried("reading", "s3://a", 1, 0.5, "reset"), events.Throttled("reading", "s3://a", 1, 0.5, "503"),
-    events.SlowPart("s3://a", 1.0, 5), events.GuaranteeLost("s3://a", "none"),
-    events.WriterProcessLost("a", None, "killed", True), events.RanksMissing("save", 0, (1, 2), 5.0),
-    events.CallerWaited("fence", 0.5, {"copies": 0.4}), events.RunPruned("run", ("step-1",), ()),
-    events.SaveFailed(events.SaveContext("save", "a"), "plan", "ValueError", "é\n", "absent"),
-    events.LoadFellBack(events.LoadContext("restore", "a", step=3), "step-2", "damaged"),
-]  # fmt: skip
 
 
 async def test_a_journal_has_every_event(tmp_path: Path) -> None:
@@ -71,6 +61,52 @@ async def test_a_journal_is_continued_after_a_part_of_a_line(tmp_path: Path) -> 
     content = read_journal(tmp_path / "j")
     assert [event for _, event in content.events] == ALL_KINDS[:2]
     assert content.unreadable == 1
+
+
+def run(code: str, *words: object) -> None:
+    subprocess.run([sys.executable, "-c", code, *map(str, words)], env=os.environ, check=True, timeout=120)
+
+
+def test_a_journal_that_is_not_closed_is_written_at_the_end_of_the_program(tmp_path: Path) -> None:
+    run(
+        "import sys\n"
+        "from sidestream import events\n"
+        "from sidestream.observability import Journal\n"
+        "journal = Journal(sys.argv[1])\n"
+        "for number in range(5000): events.emit(events.SlowPart('s3://a', 1.0, number))\n",
+        tmp_path / "j",
+    )
+    assert [event.sent_bytes for _, event in read_journal(tmp_path / "j").events] == list(range(5000))  # type: ignore[union-attr]
+
+
+def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
+    run(
+        "import os, sys\n"
+        "from sidestream import events\n"
+        "from sidestream.observability import Journal\n"
+        "with Journal(sys.argv[1]) as journal:\n"
+        "    if not (child := os.fork()):\n"
+        "        events.emit(events.SlowPart('s3://a', 1.0, 2))\n"
+        "        journal.close()\n"
+        "        os._exit(journal._queue.qsize())\n"
+        "    assert os.waitpid(child, 0)[1] == 0\n"
+        "    events.emit(events.SlowPart('s3://a', 1.0, 1))\n",
+        tmp_path / "j",
+    )
+    content = read_journal(tmp_path / "j")
+    assert [event for _, event in content.events] == [events.SlowPart("s3://a", 1.0, 1)]
+    assert content.unreadable == 0
+
+
+def test_an_event_that_cannot_be_written_ends_no_journal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Journal(tmp_path / "j") as journal:
+        events.emit(events.Retried("reading", "s3://a", 1, 0.5, object()))  # type: ignore[arg-type]
+        events.emit(ALL_KINDS[0])
+    assert journal.lost == 1
+    assert "loses events" in caplog.text
+    content = read_journal(tmp_path / "j")
+    assert [event for _, event in content.events] == ALL_KINDS[:1]
+    assert content.lost == 1
 
 
 async def test_a_full_disk_loses_lines_and_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,7 @@ from phases import watched
 
 import sidestream
 from sidestream import events
+from sidestream._run.saves import QueueEntry, SaveQueue
 from sidestream.events import CallerWaited
 from sidestream.observability import Costs
 
@@ -141,6 +142,19 @@ async def test_a_save_waits_for_a_slot(tmp_path: Path) -> None:
     assert (waited.save.step, waited.save.run) == (2, str(tmp_path))
     alike([waited], outside, slot=0.8 * HELD_S)
     assert all("slot" not in event.waited_for for event in calls)
+
+
+async def test_a_free_slot_is_no_reason_to_wait() -> None:
+    """What a save with a slot waits for, until the loop begins with it, is no slot."""
+    queue = SaveQueue(1)
+    first, second = QueueEntry(queue, "wait"), QueueEntry(queue, "wait")
+    for one in (first, second):
+        one.join()
+        one.request_slot()
+    assert (first.reasons.now, second.reasons.now) == (None, "slot")
+    first.release()
+    assert second.reasons.now is None
+    second.release()
 
 
 async def test_the_call_of_an_eager_stager_waits_for_copies(tmp_path: Path) -> None:

@@ -215,6 +215,7 @@ class QueueEntry:
         self._decision = decision
         self.state = replace(self.state, has_slot=decision in ("slot", "begin"))
         if decision not in ("wait", "slot") and not self._decided.done():
+            self.reasons.change(None)
             self._decided.set_result(None)
 
     def refuse(self) -> None:
@@ -367,7 +368,6 @@ class QueuedSave:
                 if isinstance(error, SkippedError):
                     await report(emit, SaveSkipped(self._save, str(error)))
                 raise error
-            self._entry.reasons.change(None)
             self._work, self._lease = await launch(self._writer)
             del launch
             self._writer = None
