@@ -98,6 +98,27 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
     assert content.unreadable == 0
 
 
+def test_a_part_of_a_line_is_no_part_of_the_next_one(tmp_path: Path) -> None:
+    """A limit of the size of the file ends a write in the middle, as a full disk does."""
+    run(
+        "import os, resource, signal, sys, time\n"
+        "from sidestream import events\n"
+        "from sidestream.observability import Journal\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (60, hard))\n"
+        "with Journal(sys.argv[1]) as journal:\n"
+        "    events.emit(events.SlowPart('s3://a', 1.0, 1))\n"
+        "    while not journal.lost: time.sleep(0.01)\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))\n"
+        "    for number in (2, 3): events.emit(events.SlowPart('s3://a', 1.0, number))\n",
+        tmp_path / "j",
+    )
+    content = read_journal(tmp_path / "j")
+    assert [event for _, event in content.events] == [events.SlowPart("s3://a", 1.0, number) for number in (2, 3)]
+    assert (content.lost, content.unreadable) == (1, 1)
+
+
 def test_an_event_that_cannot_be_written_ends_no_journal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Journal(tmp_path / "j") as journal:
         events.emit(events.Retried("reading", "s3://a", 1, 0.5, object()))  # type: ignore[arg-type]
