@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,15 @@ async def use(run: Path) -> None:
 
 
 async def test_a_journal_has_every_event(tmp_path: Path) -> None:
+    began = time.time_ns()
     with Journal(tmp_path / "j") as journal, watched(object) as seen:
         await use(tmp_path / "run")
         for event in ALL_KINDS:
             events.emit(event)
     content = read_journal(tmp_path / "j")
+    times = [time_ns for time_ns, event in content.events if not hasattr(event, "time_ns")]
+    assert all(began <= time_ns <= time.time_ns() for time_ns in times)
+    assert len(times) == 6
     assert sorted(map(repr, (event for _, event in content.events))) == sorted(
         repr(event).replace("mappingproxy(", "").replace("})", "}") if "mappingproxy" in repr(event) else repr(event)
         for event in seen

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -228,6 +229,27 @@ async def test_costs_of_a_run(tmp_path: Path) -> None:
     assert len(repr(report).splitlines()) == 1
 
 
+def test_dilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 20 steps beside a save, each is 0.5 s longer, and a caller waits in half of that."""
+    now = 0.0
+    monkeypatch.setattr(
+        "sidestream.observability.costs.time", SimpleNamespace(monotonic=lambda: now, time_ns=lambda: 0)
+    )
+    with Costs() as costs:
+        for _ in range(20):
+            with costs.step():
+                now += 1.0
+        events.emit(events.SaveStarted(SaveContext("save", "a")))
+        for number in range(20):
+            assert "dilation" not in costs.report().seconds
+            with costs.step():
+                now += 1.5
+                events.emit(waited(number, number + 0.25))
+        report = costs.report()
+    assert dict(report.seconds) == pytest.approx({"call": 0, "staged": 5.0, "fence": 0, "dilation": 5.0})
+    assert report.run_s == 50
+
+
 def test_a_report_of_nothing() -> None:
     with Costs() as costs:
         report = costs.report()
@@ -311,6 +333,19 @@ def test_spans_that_are_open_end_with_the_observer() -> None:
         events.emit(events.SaveStarted(SaveContext("save", "a")))
         events.emit(events.SavePlanned(SaveContext("save", "a")))
     assert [len(exported.spans(f"sidestream.{name}")) for name in ("save", "plan")] == [1, 1]
+
+
+@pytest.mark.parametrize("ended", ["one", "two"])
+def test_two_saves_of_one_url_are_told_apart_by_their_ids(ended: str) -> None:
+    registry = CollectorRegistry()
+    with Prometheus(registry):
+        for number, save_id in ((1, "one"), (2, "two")):
+            events.emit(events.SaveStarted(SaveContext("save", "a"), monotonic_ns=number * 10**9))
+            events.emit(events.SavePlanned(SaveContext("save", "a", save_id), monotonic_ns=10 * 10**9))
+        events.emit(SaveCommitted(SaveContext("save", "a", ended), 1, {}, monotonic_ns=20 * 10**9))
+        labels = {"operation": "save", "phase": "total"}
+        total = registry.get_sample_value("sidestream_save_duration_seconds_sum", labels)
+    assert total == {"one": 19, "two": 18}[ended]
 
 
 def test_every_kind_of_event_is_measured() -> None:
