@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import sidestream
 from sidestream import events
 from sidestream.events import SaveCommitted
 from sidestream.observability import Costs, Journal
-from sidestream.observability.records import read_journal
+from sidestream.observability.records import JournalContent, read_journal
 from sidestream.observability.trace import report_of, trace_of
 
 
@@ -187,7 +189,7 @@ async def test_a_report_is_that_of_costs(tmp_path: Path) -> None:
 
 
 async def test_a_trace(tmp_path: Path) -> None:
-    with Journal(tmp_path / "j"):
+    with Journal(tmp_path / "j"), watched(events.SaveWritten) as written:
         await use(tmp_path / "run")
         for event in ALL_KINDS:
             events.emit(event)
@@ -199,8 +201,24 @@ async def test_a_trace(tmp_path: Path) -> None:
     instants = {one["name"] for one in trace["traceEvents"] if one["ph"] == "i"}
     assert {"step 1", "step 2", "step 3", "Retried", "waited: fence", "RunPruned"} <= instants
     counted = [one["args"]["bytes"] for one in trace["traceEvents"] if one["name"] == "bytes written"]
-    assert counted == sorted(counted)
+    assert counted == list(accumulate(event.nbytes for event in written))
     assert len(counted) == 3
+
+
+def test_journals_of_one_rank_have_one_clock_and_saves_of_their_own() -> None:
+    def content(began_ns: int) -> JournalContent:
+        save = events.SaveContext("save", "a", rank=1)
+        kinds = (events.SaveStarted, events.SavePlanned, partial(SaveCommitted, nbytes=1, seconds={}))
+        seen = [kind(save, time_ns=began_ns + number * 1000) for number, kind in enumerate(kinds)]
+        return JournalContent([(event.time_ns, event) for event in seen], 1, 0, 0)
+
+    trace = trace_of([content(5_000_000), content(2_000_000)])
+    trace_schema.check(trace)
+    assert trace_schema.saves(trace) == [(1, "save", 1, 1)] * 2
+    assert [one["ts"] for one in trace["traceEvents"] if one["name"] == "save"] == [3000, 3002, 0, 2]
+    assert [one["args"]["outcome"] for one in trace["traceEvents"] if one["name"] == "save" and one["ph"] == "e"] == [
+        "committed", "committed",
+    ]  # fmt: skip
 
 
 def test_a_save_whose_process_was_killed_ends_in_the_trace(tmp_path: Path) -> None:
