@@ -26,7 +26,8 @@ class DCPLog(QueuedObserver):
     """Logs each event to the logger that DCP's handlers listen to, as a dict like those of DCP.
 
     ``event`` is ``"start"``, ``"end"`` or ``"exception"`` as in DCP, or the name of the event's class; ``time`` is in
-    nanoseconds, ``uuid`` the id of the save. Failures have the level ERROR, all other events DEBUG.
+    nanoseconds, ``uuid`` the id of the save. Failures have the level ERROR, all other events DEBUG. A thread of its own
+    calls the handlers.
 
     Raises:
         ImportError: This torch has no ``torch.distributed.checkpoint``.

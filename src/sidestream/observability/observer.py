@@ -50,7 +50,7 @@ class QueuedObserver(EventObserver):
     events late, events are lost. In a forked child the observer takes none.
 
     Args:
-        name: What is observed for, in warnings.
+        name: What warnings call it.
     """
 
     def __init__(self, name: str) -> None:
