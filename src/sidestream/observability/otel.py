@@ -23,8 +23,8 @@ class OpenTelemetry(QueuedObserver):
     """Makes a span of each save and load, with a child for each phase, and records the measures.
 
     The span of a save is a root span that is linked to the span that was current at the call, because it outlives that
-    one. Its times are those of the events. A thread of its own makes the spans, so an exporter that hangs holds up no save.
-    ``close()`` ends the spans of what is under way.
+    one. Its times are those of the events. A thread of its own makes the spans, so an exporter that hangs holds up no
+    save. ``close()`` ends the spans of what is under way.
 
     Args:
         tracer_provider: The ``TracerProvider``. None: the global one.
