@@ -4,7 +4,7 @@
 
 ``emit``: the time of ``events.emit`` with no observer, and with Prometheus, OpenTelemetry (its SDK, spans batched in
 memory), a journal, DCP's log and costs at once: the median over the events of one save. ``save``: a durable save of
-``--tensors`` tensors of 1 KiB, with and without all of them, in turns: medians, and the median ratios of neighbours.
+``--tensors`` tensors of 1 KiB, with and without all of them, in turns, after a save of one: medians, and their ratios.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ async def main() -> None:
         for turn in range(asked.rounds):
             for name in ("without", "with") if turn % 2 else ("with", "without"):
                 with everyone(directory) if name == "with" else ExitStack():
+                    await save_s({"w": state["w0"]}, directory / "small")  # the first use of each instrument makes it
                     found[name].append(await save_s(state, directory / f"{name}-{turn}"))
     ratios = [
         statistics.median(b[which] / a[which] for a, b in zip(found["without"], found["with"], strict=True))
