@@ -22,6 +22,10 @@ another process reads the bytes out of the trainer's memory, computes checksums,
 descriptors is raised to what the system allows: DCP's process needs some for each tensor. In the line ``process apart``
 the trainer has the first core to itself, and the process the others (``WriterProcess(affinity=...)``).
 
+``exporters`` saves with ``thread``, in turns without an observer and with all of ``sidestream.observability``
+(Prometheus, OpenTelemetry, a journal, DCP's log, costs), which makes two lines. A third one has the median of the
+differences of ``kept %`` between neighbours, in points, and of the ratios of their times.
+
 Everybody makes its checkpoint durable (fsync). DCP's process needs ``torch.distributed``: a group of one, over gloo.
 """
 
@@ -45,7 +49,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +58,9 @@ from _common import describe, headline, still_heap, write_json
 
 SHAPES = {"64x16MB": (64, 4 << 20), "10000x1KiB": (10_000, 256)}
 LOOPS = ("python", "torch", "python thread", "torch thread")
-KINDS = ("alone", "copy", "bare process", "thread", "process", "process apart", "dcp thread", "dcp process")
+KINDS = (
+    "alone", "copy", "bare process", "thread", "process", "process apart", "exporters", "dcp thread", "dcp process",
+)  # fmt: skip
 ALONE_S = 1.0
 Save = Callable[[dict[str, Any], Path], Awaitable[None]]
 
@@ -270,13 +276,15 @@ async def one(kind: str, shape: str, loop: str, rounds: int, directory: Path) ->
     state = {f"layer.{number}.weight": torch.full((elements,), float(number)) for number in range(tensors)}
     step = python_step if loop.startswith("python") else torch_step
     trainer = InAThread(step) if loop.endswith("thread") else OnTheLoop(step)
-    found: dict[str, Any] = {"gb": tensors * elements * 4 / 1e9, "saves": []}
+    found: dict[str, Any] = {"gb": tensors * elements * 4 / 1e9, "saves": [], "observed": []}
     still_heap()
     print("ready", flush=True)
 
     async def measure(save: Save) -> None:
         for number in range(1 + rounds):
-            found["saves"].append(await saved(trainer, save, state, directory / f"c{number}"))
+            for name in turn(number) if kind == "exporters" else ("saves",):
+                with exporters(directory) if name == "observed" else nullcontext():
+                    found[name].append(await saved(trainer, save, state, directory / f"c{number}"))
         trainer.close()
 
     name = kind.rpartition(" ")[2]
@@ -289,8 +297,18 @@ async def one(kind: str, shape: str, loop: str, rounds: int, directory: Path) ->
     elif kind.startswith("dcp"):
         await run_dcp(name, measure, directory)
     else:
-        await run_sidestream(name, measure, directory)
+        await run_sidestream("thread" if kind == "exporters" else name, measure, directory)
     return found
+
+
+def turn(number: int) -> tuple[str, str]:
+    return ("saves", "observed") if number % 2 else ("observed", "saves")
+
+
+def exporters(directory: Path) -> AbstractContextManager[object]:
+    from observing import everyone
+
+    return everyone(directory)
 
 
 # --- whoever watches --------------------------------------------------------------------------------------------------
@@ -332,7 +350,7 @@ def own_memory(pid: int) -> int:
     return 0
 
 
-def measured(kind: str, shape: str, loop: str, rounds: int, directory: Path) -> dict[str, Any]:
+def measured(kind: str, shape: str, loop: str, rounds: int, directory: Path) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(dir=directory, ignore_cleanup_errors=True) as folder:
         asked = json.dumps([kind, shape, loop, rounds, folder])
         process = subprocess.Popen(
@@ -346,26 +364,39 @@ def measured(kind: str, shape: str, loop: str, rounds: int, directory: Path) -> 
             said = pool.submit(process.stderr.read)  # type: ignore[union-attr]
             told, most, memory = watched(process)
     if process.returncode:
-        return {"kind": kind, "failed": (said.result().strip().splitlines() or ["?"])[-1]}
+        return [{"kind": kind, "failed": (said.result().strip().splitlines() or ["?"])[-1]}]
     found = json.loads(told.splitlines()[-1])
-    first, warm = found["saves"][0], found["saves"][1:]
+    more = {"gb": found["gb"], "fds": most, "child_mb": memory / 1e6}
+    if kind != "exporters":
+        return [summary(kind, found["saves"], more)]
+    return [summary("exporters off", found["saves"], more), summary("exporters on", found["observed"], more)]
+
+
+def summary(kind: str, saves: list[dict[str, float]], more: dict[str, float]) -> dict[str, Any]:
+    first, warm = saves[0], saves[1:]
     return {
         "kind": kind,
         "kept": statistics.median(one["kept"] for one in warm),
         "stall_ms": 1e3 * statistics.median(one["stall"] for one in warm),
         "worst_ms": 1e3 * max(one["stall"] for one in warm),
         "cpu_s": statistics.median(one["cpu"] for one in warm),
-        "lost_s_per_gb": statistics.median(one["lost"] for one in warm) / found["gb"],
+        "lost_s_per_gb": statistics.median(one["lost"] for one in warm) / more["gb"],
         "lost_ms": 1e3 * statistics.median(one["lost"] for one in warm),
         "least_lost_ms": 1e3 * min(one["lost"] for one in warm),
         "wakes": statistics.median(one["wakes"] for one in warm),
         "first_s": first["seconds"],
         "first_stall_ms": 1e3 * first["stall"],
         "warm_s": statistics.median(one["seconds"] for one in warm),
-        "fds": most,
-        "child_mb": memory / 1e6,
-        "saves": found["saves"],
+        "saves": saves,
+        **more,
     }
+
+
+def differences(off: dict[str, Any], on: dict[str, Any]) -> str:
+    pairs = list(zip(off["saves"][1:], on["saves"][1:], strict=True))
+    points = 100 * statistics.median(b["kept"] - a["kept"] for a, b in pairs)
+    ratio = statistics.median(b["seconds"] / a["seconds"] for a, b in pairs)
+    return f"{'':13} exporters: {points:+.2f} points of what is kept, {ratio:.3f} x the time (medians of {len(pairs)})"
 
 
 HEAD = "{:13} {:>6} {:>9} {:>9} {:>10} {:>8} {:>6} {:>6} {:>7} {:>8} {:>7} {:>5} {:>9}".format(
@@ -413,8 +444,9 @@ def main() -> None:
             print(f"\n{shape}, a loop of {loop}\n{HEAD}")
             table = results["tables"][f"{shape} {loop}"] = []
             for kind in wanted(KINDS):
-                table.append(measured(kind, shape, loop, options.rounds, options.directory.absolute()))
-                print(line(table[-1]), flush=True)
+                rows = measured(kind, shape, loop, options.rounds, options.directory.absolute())
+                table += rows
+                print(*map(line, rows), *([differences(*rows)] if len(rows) == 2 else []), sep="\n", flush=True)
     write_json(options.json, results)
 
 

@@ -4,13 +4,14 @@
 
 ``emit``: the time of ``events.emit`` with no observer, and with Prometheus, OpenTelemetry (its SDK, spans batched in
 memory), a journal, DCP's log and costs at once: the median over the events of one save. ``save``: a durable save of
-``--tensors`` tensors of 1 KiB, with and without all of them, in turns; the medians and their ratio.
+``--tensors`` tensors of 1 KiB, with and without all of them, in turns, after a save of one: medians, and their ratios.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import shutil
 import statistics
 import tempfile
 import time
@@ -71,21 +72,24 @@ def emit_us(count: int) -> float:
     return 1e6 * statistics.median(found)
 
 
-async def save_s(state: dict[str, Any], target: Path) -> float:
-    began = time.perf_counter()
+async def save_s(state: dict[str, Any], target: Path) -> tuple[float, float]:
+    """Return the time and the processor time of one save."""
+    began, cpu = time.perf_counter(), time.process_time()
     await sidestream.save(state, target)
-    return time.perf_counter() - began
+    found = time.perf_counter() - began, time.process_time() - cpu
+    shutil.rmtree(target)
+    return found
 
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--tensors", type=int, default=10_000)
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--json")
     asked = parser.parse_args()
     state = {f"w{number}": torch.ones(256) for number in range(asked.tensors)}
-    found: dict[str, list[float]] = {"without": [], "with": []}
+    found: dict[str, list[tuple[float, float]]] = {"without": [], "with": []}
     with tempfile.TemporaryDirectory(dir=asked.directory) as folder:
         directory = Path(folder)
         alone = emit_us(2000)
@@ -95,12 +99,18 @@ async def main() -> None:
         for turn in range(asked.rounds):
             for name in ("without", "with") if turn % 2 else ("with", "without"):
                 with everyone(directory) if name == "with" else ExitStack():
+                    await save_s({"w": state["w0"]}, directory / "small")  # the first use of each instrument makes it
                     found[name].append(await save_s(state, directory / f"{name}-{turn}"))
-    without, observing = statistics.median(found["without"]), statistics.median(found["with"])
+    ratios = [
+        statistics.median(b[which] / a[which] for a, b in zip(found["without"], found["with"], strict=True))
+        for which in (0, 1)
+    ]
+    seconds = {name: statistics.median(wall for wall, _ in saves) for name, saves in found.items()}
     run = describe("prometheus_client", "opentelemetry-sdk")
     print(headline(run))
     print(f"emit, no observer: {alone:.2f} us; with all observers: {observed:.1f} us")
-    print(f"save without: {without:.4f} s; with all observers: {observing:.4f} s; ratio {observing / without:.3f}")
+    print(f"save without: {seconds['without']:.4f} s; with all observers: {seconds['with']:.4f} s")
+    print(f"ratio of neighbours: {ratios[0]:.3f} of the time, {ratios[1]:.3f} of the processor time")
     write_json(asked.json, run | {"emit_us": alone, "observed_us": observed, "saves": found})
 
 

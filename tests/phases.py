@@ -11,6 +11,15 @@ import pytest
 
 from sidestream import events
 
+ALL_KINDS: list[events.Event] = [
+    events.Retried("reading", "s3://a", 1, 0.5, "reset"), events.Throttled("reading", "s3://a", 1, 0.5, "503"),
+    events.SlowPart("s3://a", 1.0, 5), events.GuaranteeLost("s3://a", "none"),
+    events.WriterProcessLost("a", None, "killed", True), events.RanksMissing("save", 0, (1, 2), 5.0),
+    events.CallerWaited("fence", 0.5, {"copies": 0.4}), events.RunPruned("run", ("step-1",), ("step-2", "step-3")),
+    events.SaveFailed(events.SaveContext("save", "a"), "plan", "ValueError", "é\n", "absent"),
+    events.LoadFellBack(events.LoadContext("restore", "a", step=3), "step-2", "damaged"),
+]  # fmt: skip
+
 
 @contextmanager
 def watched(kind: type) -> Iterator[list[Any]]:

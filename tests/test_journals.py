@@ -6,20 +6,23 @@ import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import suppress
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import trace_schema
-from phases import watched
+from phases import ALL_KINDS, watched
 
 import sidestream
 from sidestream import events
 from sidestream.events import SaveCommitted
 from sidestream.observability import Costs, Journal
-from sidestream.observability.records import read_journal
+from sidestream.observability.records import JournalContent, read_journal
 from sidestream.observability.trace import report_of, trace_of
 
 
@@ -36,22 +39,16 @@ async def use(run: Path) -> None:
         await checkpoints.restore(state())
 
 
-ALL_KINDS: list[events.Event] = [
-    events.Retried("reading", "s3://a", 1, 0.5, "reset"), events.Throttled("reading", "s3://a", 1, 0.5, "503"),
-    events.SlowPart("s3://a", 1.0, 5), events.GuaranteeLost("s3://a", "none"),
-    events.WriterProcessLost("a", None, "killed", True), events.RanksMissing("save", 0, (1, 2), 5.0),
-    events.CallerWaited("fence", 0.5, {"copies": 0.4}), events.RunPruned("run", ("step-1",), ()),
-    events.SaveFailed(events.SaveContext("save", "a"), "plan", "ValueError", "é\n", "absent"),
-    events.LoadFellBack(events.LoadContext("restore", "a", step=3), "step-2", "damaged"),
-]  # fmt: skip
-
-
 async def test_a_journal_has_every_event(tmp_path: Path) -> None:
+    began = time.time_ns()
     with Journal(tmp_path / "j") as journal, watched(object) as seen:
         await use(tmp_path / "run")
         for event in ALL_KINDS:
             events.emit(event)
     content = read_journal(tmp_path / "j")
+    times = [time_ns for time_ns, event in content.events if not hasattr(event, "time_ns")]
+    assert all(began <= time_ns <= time.time_ns() for time_ns in times)
+    assert len(times) == 6
     assert sorted(map(repr, (event for _, event in content.events))) == sorted(
         repr(event).replace("mappingproxy(", "").replace("})", "}") if "mappingproxy" in repr(event) else repr(event)
         for event in seen
@@ -73,6 +70,73 @@ async def test_a_journal_is_continued_after_a_part_of_a_line(tmp_path: Path) -> 
     assert content.unreadable == 1
 
 
+def run(code: str, *words: object) -> None:
+    subprocess.run([sys.executable, "-c", code, *map(str, words)], env=os.environ, check=True, timeout=120)
+
+
+def test_a_journal_that_is_not_closed_is_written_at_the_end_of_the_program(tmp_path: Path) -> None:
+    run(
+        "import sys\n"
+        "from sidestream import events\n"
+        "from sidestream.observability import Journal\n"
+        "journal = Journal(sys.argv[1])\n"
+        "for number in range(5000): events.emit(events.SlowPart('s3://a', 1.0, number))\n",
+        tmp_path / "j",
+    )
+    assert [event.sent_bytes for _, event in read_journal(tmp_path / "j").events] == list(range(5000))  # type: ignore[union-attr]
+
+
+def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
+    run(
+        "import os, sys\n"
+        "from sidestream import events\n"
+        "from sidestream.observability import Journal\n"
+        "with Journal(sys.argv[1]) as journal:\n"
+        "    if not (child := os.fork()):\n"
+        "        events.emit(events.SlowPart('s3://a', 1.0, 2))\n"
+        "        journal.close()\n"
+        "        os._exit(journal._queue.qsize())\n"
+        "    assert os.waitpid(child, 0)[1] == 0\n"
+        "    events.emit(events.SlowPart('s3://a', 1.0, 1))\n",
+        tmp_path / "j",
+    )
+    content = read_journal(tmp_path / "j")
+    assert [event for _, event in content.events] == [events.SlowPart("s3://a", 1.0, 1)]
+    assert content.unreadable == 0
+
+
+def test_a_part_of_a_line_is_no_part_of_the_next_one(tmp_path: Path) -> None:
+    """A limit of the size of the file ends a write in the middle, as a full disk does."""
+    run(
+        "import os, resource, signal, sys, time\n"
+        "from sidestream import events\n"
+        "from sidestream.observability import Journal\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (60, hard))\n"
+        "with Journal(sys.argv[1]) as journal:\n"
+        "    events.emit(events.SlowPart('s3://a', 1.0, 1))\n"
+        "    while not journal.lost: time.sleep(0.01)\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))\n"
+        "    for number in (2, 3): events.emit(events.SlowPart('s3://a', 1.0, number))\n",
+        tmp_path / "j",
+    )
+    content = read_journal(tmp_path / "j")
+    assert [event for _, event in content.events] == [events.SlowPart("s3://a", 1.0, number) for number in (2, 3)]
+    assert (content.lost, content.unreadable) == (1, 1)
+
+
+def test_an_event_that_cannot_be_written_ends_no_journal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Journal(tmp_path / "j") as journal:
+        events.emit(events.Retried("reading", "s3://a", 1, 0.5, object()))  # type: ignore[arg-type]
+        events.emit(ALL_KINDS[0])
+    assert journal.lost == 1
+    assert "loses events" in caplog.text
+    content = read_journal(tmp_path / "j")
+    assert [event for _, event in content.events] == ALL_KINDS[:1]
+    assert content.lost == 1
+
+
 async def test_a_full_disk_loses_lines_and_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Journal("/dev/full") as journal, watched(SaveCommitted) as committed:
         await use(tmp_path / "run")
@@ -87,8 +151,8 @@ async def test_a_disk_that_hangs_holds_up_no_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pipe that nothing reads: when it is full, a write to it never returns."""
-    monkeypatch.setattr("sidestream.observability.journal._MOST", 50)
-    monkeypatch.setattr("sidestream.observability.journal._CLOSE_S", 0.1)
+    monkeypatch.setattr("sidestream.observability.observer._MOST", 50)
+    monkeypatch.setattr("sidestream.observability.observer._CLOSE_S", 0.1)
     os.mkfifo(tmp_path / "j")
     reader = os.open(tmp_path / "j", os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -125,20 +189,36 @@ async def test_a_report_is_that_of_costs(tmp_path: Path) -> None:
 
 
 async def test_a_trace(tmp_path: Path) -> None:
-    with Journal(tmp_path / "j"):
+    with Journal(tmp_path / "j"), watched(events.SaveWritten) as written:
         await use(tmp_path / "run")
         for event in ALL_KINDS:
             events.emit(event)
     trace = trace_of([read_journal(tmp_path / "j")])
     trace_schema.check(trace)
     assert sorted(trace_schema.saves(trace)) == [(0, f"save step {step}", 1, 1) for step in (1, 2, 3)]
-    slices = [one["name"] for one in trace["traceEvents"] if one["ph"] == "X"]
+    slices = trace_schema.phases(trace)
     assert [slices.count(name) for name in ("stage", "write", "commit")] == [3, 3, 3]
     instants = {one["name"] for one in trace["traceEvents"] if one["ph"] == "i"}
     assert {"step 1", "step 2", "step 3", "Retried", "waited: fence", "RunPruned"} <= instants
     counted = [one["args"]["bytes"] for one in trace["traceEvents"] if one["name"] == "bytes written"]
-    assert counted == sorted(counted)
+    assert counted == list(accumulate(event.nbytes for event in written))
     assert len(counted) == 3
+
+
+def test_journals_of_one_rank_have_one_clock_and_saves_of_their_own() -> None:
+    def content(began_ns: int) -> JournalContent:
+        save = events.SaveContext("save", "a", rank=1)
+        kinds = (events.SaveStarted, events.SavePlanned, partial(SaveCommitted, nbytes=1, seconds={}))
+        seen = [kind(save, time_ns=began_ns + number * 1000) for number, kind in enumerate(kinds)]
+        return JournalContent([(event.time_ns, event) for event in seen], 1, 0, 0)
+
+    trace = trace_of([content(5_000_000), content(2_000_000)])
+    trace_schema.check(trace)
+    assert trace_schema.saves(trace) == [(1, "save", 1, 1)] * 2
+    assert [one["ts"] for one in trace["traceEvents"] if one["name"] == "save"] == [3000, 3002, 0, 2]
+    assert [one["args"]["outcome"] for one in trace["traceEvents"] if one["name"] == "save" and one["ph"] == "e"] == [
+        "committed", "committed",
+    ]  # fmt: skip
 
 
 def test_a_save_whose_process_was_killed_ends_in_the_trace(tmp_path: Path) -> None:
@@ -149,7 +229,8 @@ def test_a_save_whose_process_was_killed_ends_in_the_trace(tmp_path: Path) -> No
     trace = trace_of([read_journal(tmp_path / "j")])
     trace_schema.check(trace)
     assert trace_schema.saves(trace) == [(0, "save step 1", 1, 1)]
-    (end,) = [one for one in trace["traceEvents"] if one["ph"] == "e"]
+    end = trace["traceEvents"][-1]
+    assert end["ph"] == "e"
     assert end["args"]["outcome"] == "unknown"
 
 

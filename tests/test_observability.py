@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
-from phases import watched
+from phases import ALL_KINDS, watched
 from prometheus_client import CollectorRegistry
 
 import sidestream
@@ -29,7 +30,7 @@ from sidestream._runtime.torch_probes import dcp_logger
 from sidestream.errors import MissingExtraError, UnsafeObjectError
 from sidestream.events import CallerWaited, SaveCommitted, SaveContext
 from sidestream.observability import CostReport, Costs, DCPLog, EventObserver, Journal, OpenTelemetry, Prometheus
-from sidestream.observability.measures import MEASURES
+from sidestream.observability.measures import BOUNDARIES, MEASURES
 
 NEVER_LABELS = {"url", "run", "step", "save_id", "rank", "fqn", "tensor", "generation"}
 
@@ -175,7 +176,10 @@ async def test_a_failed_save_and_a_restore_are_spans(tmp_path: Path) -> None:
         ("committed", 2),
         ("failed", 1),
     }
+    assert {one["attributes"].get("error.type") for one in points} == {None, "UnsafeObjectError"}
     assert metrics["sidestream.save.duration"]["unit"] == "s"
+    durations = metrics["sidestream.save.duration"]["data"]["data_points"]
+    assert all(tuple(one["explicit_bounds"]) == BOUNDARIES for one in durations)
     assert metrics["sidestream.checkpoint.last_durable.step"]["data"]["data_points"][0]["value"] == 2
 
 
@@ -225,6 +229,27 @@ async def test_costs_of_a_run(tmp_path: Path) -> None:
     assert len(repr(report).splitlines()) == 1
 
 
+def test_dilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 20 steps beside a save, each is 0.5 s longer, and a caller waits in half of that."""
+    now = 0.0
+    monkeypatch.setattr(
+        "sidestream.observability.costs.time", SimpleNamespace(monotonic=lambda: now, time_ns=lambda: 0)
+    )
+    with Costs() as costs:
+        for _ in range(20):
+            with costs.step():
+                now += 1.0
+        events.emit(events.SaveStarted(SaveContext("save", "a")))
+        for number in range(20):
+            assert "dilation" not in costs.report().seconds
+            with costs.step():
+                now += 1.5
+                events.emit(waited(number, number + 0.25))
+        report = costs.report()
+    assert dict(report.seconds) == pytest.approx({"call": 0, "staged": 5.0, "fence": 0, "dilation": 5.0})
+    assert report.run_s == 50
+
+
 def test_a_report_of_nothing() -> None:
     with Costs() as costs:
         report = costs.report()
@@ -262,6 +287,95 @@ async def test_handlers_of_dcp_get_the_events(tmp_path: Path) -> None:
     ended = next(one for one in mine if one["event"] == "end")
     assert ended["checkpoint_id"] == str(tmp_path / "step-1")
     assert ended["times_spent"] > 0
+
+
+async def test_exporters_and_handlers_that_hang_hold_up_no_save(tmp_path: Path) -> None:
+    goes_on, exported, handled = threading.Event(), Exported(), []
+
+    class Exporter(InMemorySpanExporter):
+        def export(self, spans: Any) -> Any:
+            goes_on.wait(60)
+            return exported.exporter.export(spans)
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            goes_on.wait(60)
+            handled.append(record)
+
+    exported.provider.add_span_processor(SimpleSpanProcessor(Exporter()))
+    handler = Handler()
+    dcp_logger().addHandler(handler)
+    try:
+        with OpenTelemetry(exported.provider, exported.meters), DCPLog(), watched(SaveCommitted) as committed:
+            await sidestream.save(state(), tmp_path / "a")
+            assert len(committed) == 1
+            assert not handled
+            goes_on.set()
+    finally:
+        dcp_logger().removeHandler(handler)
+    assert len(handled) >= 5
+    assert len(exported.spans("sidestream.save")) == 2  # of each exporter
+
+
+def test_the_loop_calls_these_observers_itself(tmp_path: Path) -> None:
+    observers = everyone(tmp_path)
+    assert not events.may_wait()
+    with events.observe(print):
+        assert events.may_wait()
+    for one in observers:
+        one.close()
+        one.close()
+
+
+def test_spans_that_are_open_end_with_the_observer() -> None:
+    exported = Exported()
+    with OpenTelemetry(exported.provider, exported.meters):
+        events.emit(events.SaveStarted(SaveContext("save", "a")))
+        events.emit(events.SavePlanned(SaveContext("save", "a")))
+    assert [len(exported.spans(f"sidestream.{name}")) for name in ("save", "plan")] == [1, 1]
+
+
+@pytest.mark.parametrize("ended", ["one", "two"])
+def test_two_saves_of_one_url_are_told_apart_by_their_ids(ended: str) -> None:
+    registry = CollectorRegistry()
+    with Prometheus(registry):
+        for number, save_id in ((1, "one"), (2, "two")):
+            events.emit(events.SaveStarted(SaveContext("save", "a"), monotonic_ns=number * 10**9))
+            events.emit(events.SavePlanned(SaveContext("save", "a", save_id), monotonic_ns=10 * 10**9))
+        events.emit(SaveCommitted(SaveContext("save", "a", ended), 1, {}, monotonic_ns=20 * 10**9))
+        labels = {"operation": "save", "phase": "total"}
+        total = registry.get_sample_value("sidestream_save_duration_seconds_sum", labels)
+    assert total == {"one": 19, "two": 18}[ended]
+
+
+def test_every_kind_of_event_is_measured() -> None:
+    registry = CollectorRegistry()
+    with Prometheus(registry):
+        for event in ALL_KINDS:
+            events.emit(event)
+        events.emit(events.LoadStarted(events.LoadContext("load", "gs://a")))
+        events.emit(events.LoadRead(events.LoadContext("load", "gs://a"), 7))
+        events.emit(events.LoadApplied(events.LoadContext("load", "gs://a"), 7, {}))
+        events.emit(SaveCommitted(SaveContext("copy", "b", step=9), 1, {}))
+        events.emit(events.SaveSkipped(SaveContext("save", "b"), "no slot"))
+        for save, event_of in (("one", events.SaveStarted), ("two", events.SaveStarted), ("two", events.SaveStaged)):
+            events.emit(event_of(SaveContext("save", "c", save)))
+        two = SaveContext("save", "c", "two")
+        events.emit(events.SaveFailed(two, "write", "CancelledError", "", "absent"))
+        wanted = {
+            ("storage_retries_total", ("storage", "s3")): 1,
+            ("storage_throttled_seconds_total", ("storage", "s3")): 0.5,
+            ("guarantees_lost_total",): 1, ("writer_processes_lost_total",): 1,
+            ("save_blocked_seconds_sum", ("cause", "fence")): 0.5,
+            ("save_blocked_reason_seconds_total", ("cause", "fence"), ("reason", "copies")): 0.4,
+            ("retention_deleted_total",): 1, ("checkpoints_damaged",): 2, ("load_fallbacks_total",): 1,
+            ("load_bytes_total", ("storage", "gs")): 7, ("last_durable_step",): 0,
+            ("saves_in_flight", ("state", "staging")): 1, ("saves_in_flight", ("state", "writing")): 0,
+            ("saves_total", ("operation", "save"), ("outcome", "skipped"), ("error_type", "")): 1,
+            ("saves_total", ("operation", "save"), ("outcome", "cancelled"), ("error_type", "CancelledError")): 1,
+        }  # fmt: skip
+        for (name, *labels), value in wanted.items():
+            assert registry.get_sample_value(f"sidestream_{name}", dict(labels)) == value, name
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
@@ -309,7 +423,7 @@ async def test_an_observer_that_raises_changes_no_save(tmp_path: Path, caplog: p
 
 async def test_several_threads_emit_at_once(tmp_path: Path) -> None:
     observers = everyone(tmp_path)
-    costs, registry = observers[-1], observers[0]._collectors._registry  # type: ignore[attr-defined]
+    costs, registry = observers[-1], observers[0]._registry  # type: ignore[attr-defined]
 
     def emit(number: int) -> None:
         for step in range(200):

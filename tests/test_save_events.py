@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import sidestream
 from sidestream import events
+from sidestream._runtime.threads import io_threads, report
 from sidestream._save.lifecycle import Lifecycle
 from sidestream.dcp import StorageWriter
 from sidestream.errors import CheckpointExistsError, NoSpaceError, SkippedError, UnsafeObjectError
@@ -90,6 +91,23 @@ def test_events_that_an_observer_brings_about_come_after_the_one_that_it_is_call
         lifecycle.planned("0" * 32)
         lifecycle.committed(0, {})
     assert names(seen) == ["SaveStarted", "SavePlanned", "SaveFailed"]
+
+
+async def test_a_cancel_takes_back_no_event() -> None:
+    """A call of observers is cancelled while it waits for a thread."""
+    free, threads = threading.Event(), io_threads()
+    with watched(events.RunPruned) as seen:
+        for _ in range(threads._size):
+            threads.submit(free.wait, 60)
+        reporting = asyncio.ensure_future(report(events.emit, events.RunPruned("run", ("step-1",), ())))
+        await asyncio.sleep(0)
+        reporting.cancel()
+        await asyncio.sleep(0)
+        assert not seen
+        free.set()
+        with pytest.raises(asyncio.CancelledError):
+            await reporting
+    assert names(seen) == ["RunPruned"]
 
 
 async def test_a_step_of_a_run(tmp_path: Path) -> None:

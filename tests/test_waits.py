@@ -17,10 +17,11 @@ from phases import watched
 
 import sidestream
 from sidestream import events
+from sidestream._run.saves import QueueEntry, SaveQueue
 from sidestream.events import CallerWaited
 from sidestream.observability import Costs
 
-HELD_S = 0.3
+HELD_S = 1.0
 
 
 def state() -> dict[str, Any]:
@@ -39,6 +40,17 @@ class Outside:
             yield
         finally:
             self.seconds += time.monotonic() - began
+
+    def measure(self, call: Callable[[], object]) -> None:
+        with self.waits():
+            call()
+
+
+async def warm(engine: GatedEngine, stager: sidestream.AsyncStager, state: dict[str, Any]) -> None:
+    """Map the memory that a stage needs: making it is a wait for memory too, and takes what the machine makes of it."""
+    engine.gate.set()
+    (await stager.stage(state)).release()
+    engine.gate.clear()
 
 
 def later(action: Callable[[], object]) -> None:
@@ -65,12 +77,13 @@ async def test_a_thread_at_the_fence_waits_for_copies(how: str) -> None:
     optimizer = torch.optim.SGD([weight], lr=0.1)
     weight.grad = torch.ones(100)
     async with sidestream.AsyncStager(engine=engine) as stager:
+        await warm(engine, stager, {"w": weight})
+        optimizer.step()  # the first step imports
         handle = stager.guard(optimizer)
         with watched(CallerWaited) as seen, Costs() as costs:
             staged = stager.stage({"w": weight})
             later(engine.gate.set)
-            with outside.waits():
-                await asyncio.to_thread(stager.fence if how == "fence" else optimizer.step)
+            await asyncio.to_thread(outside.measure, stager.fence if how == "fence" else optimizer.step)
         handle.remove()
         await staged
     assert [(event.cause, event.save) for event in seen] == [("fence", None)]
@@ -81,6 +94,7 @@ async def test_a_thread_at_the_fence_waits_for_copies(how: str) -> None:
 async def test_a_task_waits_for_copies() -> None:
     engine, outside = GatedEngine(), Outside()
     async with sidestream.AsyncStager(engine=engine) as stager:
+        await warm(engine, stager, state())
         with watched(CallerWaited) as seen:
             staged = stager.stage(state())
             later(engine.gate.set)
@@ -99,10 +113,10 @@ async def test_a_caller_waits_for_memory(how: str) -> None:
         with watched(CallerWaited) as seen:
             second = stager.stage(state())
             later(held.release)
-            with outside.waits():
-                if how == "fence":
-                    await asyncio.to_thread(stager.fence)
-                else:
+            if how == "fence":
+                await asyncio.to_thread(outside.measure, stager.fence)
+            else:
+                with outside.waits():
                     await stager.synchronize_staging()
         (await second).release()
     alike(seen, outside, memory=0.8 * HELD_S)
@@ -134,23 +148,57 @@ async def test_a_save_waits_for_a_slot(tmp_path: Path) -> None:
     assert all("slot" not in event.waited_for for event in calls)
 
 
-async def test_the_call_of_an_eager_stager_waits_for_copies(tmp_path: Path) -> None:
-    engine, outside = GatedEngine(), Outside()
+async def test_a_save_of_a_run_waits_for_copies(tmp_path: Path) -> None:
+    engine, outside, values = GatedEngine(), Outside(), state()
+    async with sidestream.AsyncStager(engine=engine) as stager:
+        await warm(engine, stager, values)
+        async with sidestream.Checkpointer(tmp_path, stager=stager) as checkpoints:
+            with watched(CallerWaited) as seen:
+                pending = checkpoints.async_save(values, step=1)
+                later(engine.gate.set)
+                with outside.waits():
+                    await pending.staged
+                await pending
+    alike([event for event in seen if event.cause == "staged"], outside, copies=0.5 * HELD_S)
+
+
+async def test_a_free_slot_is_no_reason_to_wait() -> None:
+    """What a save with a slot waits for, until the loop begins with it, is no slot."""
+    queue = SaveQueue(1)
+    first, second = QueueEntry(queue, "wait"), QueueEntry(queue, "wait")
+    for one in (first, second):
+        one.join()
+        one.request_slot()
+    assert (first.reasons.now, second.reasons.now) == (None, "slot")
+    first.release()
+    assert second.reasons.now is None
+    second.release()
+
+
+@pytest.mark.parametrize("in_run", [False, True])
+async def test_the_call_of_an_eager_stager_waits_for_copies(in_run: bool, tmp_path: Path) -> None:
+    engine, outside, values = GatedEngine(), Outside(), state()
     async with sidestream.AsyncStager(engine=engine, mode="eager") as stager:
-        with watched(CallerWaited) as seen:
-            later(engine.gate.set)
-            with outside.waits():
-                pending = sidestream.async_save(state(), tmp_path / "a", stager=stager)
-        await pending
+        await warm(engine, stager, values)
+        async with sidestream.Checkpointer(tmp_path / "run", stager=stager) as checkpoints:
+            with watched(CallerWaited) as seen:
+                later(engine.gate.set)
+                with outside.waits():
+                    if in_run:
+                        pending = checkpoints.async_save(values, step=1)
+                    else:
+                        pending = sidestream.async_save(values, tmp_path / "a", stager=stager)
+            await pending
     assert [event.cause for event in seen] == ["call"]
     assert seen[0].save is not None
-    assert seen[0].save.url == str(tmp_path / "a")
+    assert seen[0].save.url == str(tmp_path / ("run/step-1" if in_run else "a"))
     alike(seen, outside, copies=0.8 * HELD_S)
 
 
 async def test_a_wait_in_a_thread_and_one_that_is_cancelled_count(tmp_path: Path) -> None:
     engine, outside = GatedEngine(), Outside()
     async with sidestream.AsyncStager(engine=engine) as stager:
+        await warm(engine, stager, state())
         with watched(CallerWaited) as seen:
             pending = sidestream.async_save(state(), tmp_path / "a", stager=stager)
             del seen[:]
@@ -158,8 +206,7 @@ async def test_a_wait_in_a_thread_and_one_that_is_cancelled_count(tmp_path: Path
                 async with asyncio.timeout(HELD_S):
                     await pending.staged
             later(engine.gate.set)
-            with outside.waits():
-                await asyncio.to_thread(pending.staged.result)
+            await asyncio.to_thread(outside.measure, pending.staged.result)
         await pending
     assert [event.cause for event in seen] == ["staged", "staged"]
     alike(seen, outside, copies=1.6 * HELD_S)

@@ -465,7 +465,8 @@ Event: TypeAlias = (
 Observer: TypeAlias = Callable[[Event], object]
 """A function that is called with each event, as ``observe`` says. What it returns is ignored."""
 
-_observers: tuple[Observer, ...] = ()
+_observers: tuple[tuple[Observer, bool], ...] = ()
+"""Each observer, and whether it is quick."""
 _lock = threading.Lock()
 
 
@@ -479,21 +480,28 @@ def observe(observer: Observer) -> Iterator[None]:
         observer: Called in the thread in which the event happens, or, while that of an earlier event of the same save
             is still called, in the thread of that one. It must be quick: a call on the event loop blocks the loop.
     """
+    with observing(observer, quick=False):
+        yield
+
+
+@contextmanager
+def observing(observer: Observer, *, quick: bool) -> Iterator[None]:
+    """Do ``observe``. A ``quick`` observer never waits, so it is called on the loop of operations too."""
     global _observers
     with _lock:
-        _observers = (*_observers, observer)
+        _observers = (*_observers, (observer, quick))
     try:
         yield
     finally:
         with _lock:
             remaining = list(_observers)
-            remaining.remove(observer)
+            remaining.remove((observer, quick))
             _observers = tuple(remaining)
 
 
-def observed() -> bool:
-    """Return whether there is an observer."""
-    return bool(_observers)
+def may_wait() -> bool:
+    """Return whether there is an observer that may wait, which the loop of operations must not call."""
+    return not all(quick for _, quick in _observers)
 
 
 def emit(event: Event) -> None:
@@ -503,23 +511,19 @@ def emit(event: Event) -> None:
     Args:
         event: The event.
     """
-    if isinstance(event, (SaveCommitted, LoadApplied)):
-        _log_end(event)
-    elif not isinstance(event, (SaveEvent, LoadEvent)):
-        _log.log(
-            logging.WARNING if isinstance(event, (GuaranteeLost, WriterProcessLost)) else logging.DEBUG, "%s", event
-        )
-    for observer in _observers:
-        try:
-            observer(event)
-        except Exception:
-            _log.exception("an observer failed on %s", type(event).__name__)
-
-
-def _log_end(event: SaveEvent | LoadEvent) -> None:
-    """Log one line for a committed save, and for the end of a restore."""
     match event:
         case SaveCommitted(save=save):
             _log.info("%s: %d bytes committed in %.3f s", save.url, event.nbytes, event.seconds.get("committed", 0.0))
         case LoadApplied(load=LoadContext(operation="restore") as load):
             _log.info("%s: %d bytes restored in %.3f s", load.url, event.nbytes, event.seconds.get("applied", 0.0))
+        case SaveEvent() | LoadEvent():
+            pass
+        case GuaranteeLost() | WriterProcessLost():
+            _log.warning("%s", event)
+        case _:
+            _log.debug("%s", event)
+    for observer, _ in _observers:
+        try:
+            observer(event)
+        except Exception:
+            _log.exception("an observer failed on %s", type(event).__name__)

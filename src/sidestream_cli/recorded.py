@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .frame import AsJson, app, print_json, say, show, verb
+from .frame import AsJson, app, print_json, say, verb
 
 if TYPE_CHECKING:
     from sidestream.observability.records import JournalContent
@@ -26,9 +26,7 @@ def report(journals: Journals, as_json: AsJson = False) -> int:
         print_json([{"journal": path, **one.as_dict()} for path, one in found])
         return 0
     for path, one in found:
-        table = one._table()
-        say(f"{path}: {one._summary()}")
-        show(table.columns, [tuple(row) for row in table.rows])
+        say(f"{path}: {one}")
     return 0
 
 

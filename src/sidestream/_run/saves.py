@@ -215,6 +215,7 @@ class QueueEntry:
         self._decision = decision
         self.state = replace(self.state, has_slot=decision in ("slot", "begin"))
         if decision not in ("wait", "slot") and not self._decided.done():
+            self.reasons.change(None)
             self._decided.set_result(None)
 
     def refuse(self) -> None:
@@ -336,6 +337,7 @@ class QueuedSave:
         url = f"{run}/{step_name(step, 1)}"
         self._save = SaveContext("save", url, run=run, step=step, rank=entry.rank, world=entry.world)
         self._entry = entry
+        self.reasons = entry.reasons
         self._writer = writer
         self._launch: Callable[[LiveWriter | None], Awaitable[Started]] | None = launch
         self._work: SaveWork | None = None
@@ -357,10 +359,6 @@ class QueuedSave:
     def context(self) -> SaveContext:
         return self._save if self._work is None else self._work.context
 
-    @property
-    def reasons(self) -> WaitReasons:
-        return self._entry.reasons
-
     async def run(self, staged: Future[None]) -> SaveInfo:
         try:
             launch, self._launch = self._launch, None  # releases the reference to the state
@@ -370,7 +368,6 @@ class QueuedSave:
                 if isinstance(error, SkippedError):
                     await report(emit, SaveSkipped(self._save, str(error)))
                 raise error
-            self._entry.reasons.change(None)
             self._work, self._lease = await launch(self._writer)
             del launch
             self._writer = None

@@ -31,7 +31,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, TypeVarTuple
 import anyio
 
 from ..errors import ClosedError, DeadlineExceededError, ForkedProcessError, allocating, mark_stuck
-from ..events import observed
+from ..events import may_wait
 from .gil import give_turns, holding_gil, slice_s, stop_turns, yield_gil
 from .pauses import by_size, chunked, collected, pace_this_thread, paced, pause_if_due, pause_point
 
@@ -679,18 +679,19 @@ def io_threads() -> Threads:
 
 async def report(call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
     """Make a ``call`` that emits events, and wait for it. Observers are code of the user, which may wait for another
-    operation, so they are called in a thread, and not on the loop of operations."""
-    if not observed():
+    operation, so they are called in a thread, and not on the loop of operations. A cancel is raised after that."""
+    if not may_wait():
         call(*args, **kwargs)
         return
 
     context = copy_context()  # of the call: it may tell an observer what the program was doing
-
-    def observers() -> None:
-        context.run(call, *args, **kwargs)
-
+    called: Future[None] = ThreadFuture()
+    called.set_running_or_notify_cancel()  # a cancel takes back no event, also if no thread has begun to report it
     with time_limit(None):
-        await io_threads().run(observers)
+        work = io_threads().submit(context.run, partial(call, *args, **kwargs))
+        work.add_done_callback(lambda _: called.set_result(None))
+        await io_threads().wait(called, "the call of observers")
+    work.result()
 
 
 def read_threads() -> Threads:

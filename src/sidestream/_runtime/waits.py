@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from ..events import CallerWaited, SaveContext, WaitCause, WaitReason, emit
 
@@ -68,3 +69,13 @@ def caller_waited(
     if now - began >= _LEAST_S:
         found = reasons if isinstance(reasons, Mapping) else waited_for(reasons, began, now)
         emit(CallerWaited(cause, now - began, found, save))
+
+
+@contextmanager
+def caller_waits(cause: WaitCause, reasons: Iterable[WaitReasons], save: SaveContext | None = None) -> Iterator[None]:
+    """Do ``caller_waited`` for the time of the ``with`` block, however it ends."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        caller_waited(cause, began, reasons, save)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .._engine.handle import Pending, Waitable
 from .._runtime.public import Displayed, Table, public, readable_bytes
-from .._runtime.waits import WaitReasons, caller_waited
+from .._runtime.waits import WaitReasons, caller_waits
 from ..errors import SkippedError
 from ..events import SaveContext
 from ..options import Durability, Outcome
@@ -103,18 +103,15 @@ class _Staged(Waitable[None]):
         self._work = work
 
     async def ended(self) -> None:
-        began = time.monotonic()
-        try:
+        with self._waits():
             await super().ended()
-        finally:
-            caller_waited("staged", began, (self._work.reasons,), self._work.context)
 
     def _wait(self, timeout_s: float | None) -> None:
-        began = time.monotonic()
-        try:
+        with self._waits():
             super()._wait(timeout_s)
-        finally:
-            caller_waited("staged", began, (self._work.reasons,), self._work.context)
+
+    def _waits(self) -> AbstractContextManager[None]:
+        return caller_waits("staged", (self._work.reasons,), self._work.context)
 
 
 @public

@@ -34,7 +34,7 @@ from ..errors import (
     DeadlineExceededError,
     SkippedError,
 )
-from ..events import WaitReason, observed
+from ..events import WaitReason, may_wait
 from .layouts import AgreedLayout, NativeLayout
 from .pending import SaveProgress
 from .running import Save
@@ -140,7 +140,7 @@ class LiveWriter:
                 staged.set_result(None)
             else:
                 staged.set_exception(error)
-        if asyncio._get_running_loop() is not None and observed():  # not on the loop of operations
+        if asyncio._get_running_loop() is not None and may_wait():  # not on the loop of operations
             self._threads.submit(lifecycle.emit_queued)
         else:
             lifecycle.emit_queued()

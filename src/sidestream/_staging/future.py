@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
 from .._runtime.threads import ThreadFuture, Wakeup
-from .._runtime.waits import WaitReasons, caller_waited
+from .._runtime.waits import WaitReasons, caller_waits
 from ..errors import SkippedError
 
 T = TypeVar("T")
@@ -143,12 +142,9 @@ class Copied:
         self._reasons = reasons
 
     def __await__(self) -> Generator[Any, None, None]:
-        began = time.monotonic()
-        try:
+        with caller_waits("staged", self._reasons):
             for stage in self._stages:
                 yield from ended(stage).__await__()
-        finally:
-            caller_waited("staged", began, self._reasons)
         raise_first(self._stages)
 
 

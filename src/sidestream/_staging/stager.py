@@ -6,7 +6,6 @@ import asyncio
 import copy
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -26,7 +25,7 @@ from .._runtime.rate import RateLimiter
 from .._runtime.tasks import run_shielded, running_loop
 from .._runtime.threads import Deadline, Stop, Threads, TorchThreads, time_limit
 from .._runtime.unretrieved import UnretrievedErrors, raise_all
-from .._runtime.waits import caller_waited
+from .._runtime.waits import caller_waits
 from ..errors import (
     ArenaExhaustedError,
     AsyncOnlyError,
@@ -202,11 +201,9 @@ class AsyncStager:
         """
         self._check_process()
         deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
-        stagings, began = self._in_flight(), time.monotonic()
-        try:
+        stagings = self._in_flight()
+        with caller_waits("fence", [staging.reasons for staging in stagings]):
             wait_until_read(stagings, self._device, deadline)
-        finally:
-            caller_waited("fence", began, (staging.reasons for staging in stagings))
         raise_first(self._unretrieved.operations())
 
     def guard(self, optimizer: torch.optim.Optimizer | None = None) -> Any:

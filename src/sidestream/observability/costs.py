@@ -5,21 +5,29 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from array import array
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from .._runtime.public import Displayed, Table, readable_bytes
-from ..events import CallerWaited, Event, LoadEvent, SaveCommitted, SaveEvent, SaveFailed, SaveSkipped
+from ..events import (
+    CallerWaited,
+    Event,
+    SaveCommitted,
+    SaveContext,
+    SaveEvent,
+    SaveFailed,
+    SaveSkipped,
+    SaveStarted,
+)
 from .observer import EventObserver
 from .phases import WorkInProgress
 
-__all__ = ["CostReport", "Costs", "Sums"]
-
 _FEWEST_STEPS = 20
-_KEPT = 256
+_KEPT_STEPS = 1024
+_KEPT_WAITS = 256
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -46,15 +54,15 @@ class CostReport(Displayed):
     run_s: float
     seconds: Mapping[str, float]
     waited_for: Mapping[str, float]
-    saves: int
-    failed: int
-    skipped: int
-    nbytes: int
-    saving_s: float
-    last_step: int | None
-    last_durable_age_s: float | None
-    steps_beside: int
-    steps_without: int
+    saves: int = 0
+    failed: int = 0
+    skipped: int = 0
+    nbytes: int = 0
+    saving_s: float = 0.0
+    last_step: int | None = None
+    last_durable_age_s: float | None = None
+    steps_beside: int = 0
+    steps_without: int = 0
 
     @property
     def lost_s(self) -> float:
@@ -77,9 +85,8 @@ class CostReport(Displayed):
             found |= {f"{cause}_s": seconds, f"{cause}_share": self._share(seconds)}
         found |= {f"waited_for_{reason}_s": seconds for reason, seconds in self.waited_for.items()}
         counts = ("saves", "failed", "skipped", "nbytes", "gb_per_s", "steps_beside", "steps_without")
-        found |= {name: getattr(self, name) for name in counts}
-        known = {"last_step": self.last_step, "last_durable_age_s": self.last_durable_age_s}
-        return found | {name: value for name, value in known.items() if value is not None}
+        numbers = {name: getattr(self, name) for name in (*counts, "last_step", "last_durable_age_s")}
+        return found | {name: value for name, value in numbers.items() if value is not None}
 
     def __str__(self) -> str:
         rows = list(self._table().rows)
@@ -105,42 +112,40 @@ class CostReport(Displayed):
         return Table(("cause", "seconds", "share of the run"), rows, len(rows))
 
 
-@dataclass(slots=True)
 class Sums:
     """The sums of a run, from its events. Its user has a lock."""
 
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("call", "staged", "fence"), 0.0))
-    waited_for: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("slot", "ranks", "memory", "copies"), 0.0)
-    )
-    saves: int = 0
-    failed: int = 0
-    skipped: int = 0
-    nbytes: int = 0
-    saving_s: float = 0.0
-    last: tuple[int | None, int] | None = None
-    """The step that was committed last, and when (``time_ns``)."""
-    _waits: list[tuple[int, int]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(("call", "staged", "fence"), 0.0)
+        self._waited_for: dict[str, float] = dict.fromkeys(("slot", "ranks", "memory", "copies"), 0.0)
+        self._saves = CostReport(0.0, {}, {})
+        self._last_ns: int | None = None
+        self._waits: list[tuple[int, int]] = []
 
     def take(self, event: Event) -> None:
         """Add an event to the sums."""
+        old = self._saves
         match event:
             case CallerWaited():
                 self._take_wait(event)
-            case SaveEvent(save=save) if save.operation == "save":
-                self._take_end(event)
+            case SaveCommitted(save=SaveContext(operation="save", step=step), nbytes=nbytes, seconds=seconds):
+                nbytes, saving_s = old.nbytes + nbytes, old.saving_s + seconds.get("committed", 0.0)
+                self._saves = replace(old, saves=old.saves + 1, nbytes=nbytes, saving_s=saving_s, last_step=step)
+                self._last_ns = event.time_ns
+            case SaveFailed(save=SaveContext(operation="save")):
+                self._saves = replace(old, failed=old.failed + 1)
+            case SaveSkipped(save=SaveContext(operation="save")):
+                self._saves = replace(old, skipped=old.skipped + 1)
 
-    def _take_end(self, event: SaveEvent) -> None:
-        match event:
-            case SaveCommitted(nbytes=nbytes, seconds=seconds):
-                self.saves += 1
-                self.nbytes += nbytes
-                self.saving_s += seconds.get("committed", 0.0)
-                self.last = (event.save.step, event.time_ns)
-            case SaveFailed():
-                self.failed += 1
-            case SaveSkipped():
-                self.skipped += 1
+    def report(self, run_s: float, now_ns: int) -> CostReport:
+        """Return the sums of a run of ``run_s`` seconds until ``now_ns``."""
+        return replace(
+            self._saves,
+            run_s=run_s,
+            seconds=MappingProxyType(dict(self.seconds)),
+            waited_for=MappingProxyType(dict(self._waited_for)),
+            last_durable_age_s=None if self._last_ns is None else max(now_ns - self._last_ns, 0) / 1e9,
+        )
 
     def _take_wait(self, event: CallerWaited) -> None:
         """Add the part of a wait in which no other caller has waited. Events come at the end of their waits."""
@@ -148,42 +153,23 @@ class Sums:
         new = self._uncovered(event.time_ns - int(whole * 1e9), event.time_ns) / 1e9
         self.seconds[event.cause] += new
         for reason, seconds in event.waited_for.items():
-            self.waited_for[reason] += seconds * new / whole
+            self._waited_for[reason] += seconds * new / whole
 
     def _uncovered(self, began: int, ended: int) -> int:
         """Return the part of an interval that no interval before has covered, and add it to these."""
         touching = [one for one in self._waits if one[0] <= ended and one[1] >= began]
         covered = sum(min(until, ended) - max(since, began) for since, until in touching)
         whole = (min(since for since, _ in [(began, ended), *touching]), max(ended, *(one[1] for one in touching), 0))
-        self._waits = [*(one for one in self._waits if one not in touching), whole][-_KEPT:]
+        self._waits = [*(one for one in self._waits if one not in touching), whole][-_KEPT_WAITS:]
         return max(ended - began - covered, 0)
-
-    def report(
-        self, run_s: float, now_ns: int, *, dilation_s: float | None = None, beside: int = 0, without: int = 0
-    ) -> CostReport:
-        """Return the sums of a run of ``run_s`` seconds until ``now_ns``."""
-        seconds = self.seconds | ({} if dilation_s is None else {"dilation": dilation_s})
-        return CostReport(
-            run_s,
-            MappingProxyType(dict(seconds)),
-            MappingProxyType(dict(self.waited_for)),
-            self.saves,
-            self.failed,
-            self.skipped,
-            self.nbytes,
-            self.saving_s,
-            None if self.last is None else self.last[0],
-            None if self.last is None else max(now_ns - self.last[1], 0) / 1e9,
-            beside,
-            without,
-        )
 
 
 class Costs(EventObserver):
     """Adds up what saves cost a run, from its construction on.
 
     ``with costs.step():`` around each training step adds the cause that no call shows: steps beside a save are slower,
-    because the save uses processors, memory and the GIL.
+    because the save uses processors, memory and the GIL. They are compared with the median of the latest 1,024 steps
+    without a save.
     """
 
     def __init__(self) -> None:
@@ -191,7 +177,11 @@ class Costs(EventObserver):
         self._began = time.monotonic()
         self._sums = Sums()
         self._work = WorkInProgress()
-        self._beside, self._without = array("d"), array("d")
+        self._started = 0
+        self._steps = {True: 0, False: 0}
+        """The number of steps beside a save, and without one, and their length."""
+        self._seconds = {True: 0.0, False: 0.0}
+        self._without: deque[float] = deque(maxlen=_KEPT_STEPS)
         super().__init__()
 
     @contextmanager
@@ -203,31 +193,32 @@ class Costs(EventObserver):
         seconds = time.monotonic() - began
         waited_then, started_then, _ = self._state()
         beside = saving or started_then > started
+        seconds -= waited_then - waited
         with self._lock:
-            (self._beside if beside else self._without).append(seconds - (waited_then - waited))
+            self._steps[beside] += 1
+            self._seconds[beside] += seconds
+            if not beside:
+                self._without.append(seconds)
 
     def report(self) -> CostReport:
         """Return the costs so far."""
         with self._lock:
-            beside, without = self._beside, self._without
-            dilation_s = None
-            if min(len(beside), len(without)) >= _FEWEST_STEPS:
-                dilation_s = max(sum(beside) - len(beside) * statistics.median(without), 0.0)
-            return self._sums.report(
-                time.monotonic() - self._began,
-                time.time_ns(),
-                dilation_s=dilation_s,
-                beside=len(beside),
-                without=len(without),
-            )
+            found = self._sums.report(time.monotonic() - self._began, time.time_ns())
+            beside, beside_s, without = self._steps[True], self._seconds[True], list(self._without)
+            found = replace(found, steps_beside=beside, steps_without=self._steps[False])
+        if min(beside, len(without)) < _FEWEST_STEPS:
+            return found
+        dilation_s = max(beside_s - beside * statistics.median(without), 0.0)
+        return replace(found, seconds=MappingProxyType({**found.seconds, "dilation": dilation_s}))
 
     def _observe(self, event: Event) -> None:
         with self._lock:
             self._sums.take(event)
-            if isinstance(event, (SaveEvent, LoadEvent)):
+            self._started += isinstance(event, SaveStarted)
+            if isinstance(event, SaveEvent):
                 self._work.follow(event)
 
     def _state(self) -> tuple[float, int, bool]:
         """Return the seconds that callers have waited, how many saves have started, and whether one is under way."""
         with self._lock:
-            return sum(self._sums.seconds.values()), self._work.started, self._work.saves > 0
+            return sum(self._sums.seconds.values()), self._started, bool(self._work.under_way)

@@ -6,38 +6,28 @@ import logging
 from dataclasses import fields
 from typing import Any
 
-from ..events import (
-    Event,
-    LoadApplied,
-    LoadEvent,
-    LoadFailed,
-    LoadStarted,
-    SaveCommitted,
-    SaveEvent,
-    SaveFailed,
-    SaveStarted,
-)
-from .observer import EventObserver
+from .. import events
+from ..events import Event, LoadEvent, SaveEvent
+from .observer import QueuedObserver
 from .phases import context_of
 
-__all__ = ["DCPLog"]
-
 _EVENTS: dict[type[SaveEvent | LoadEvent], str] = {
-    SaveStarted: "start",
-    LoadStarted: "start",
-    SaveCommitted: "end",
-    LoadApplied: "end",
-    SaveFailed: "exception",
-    LoadFailed: "exception",
+    events.SaveStarted: "start",
+    events.LoadStarted: "start",
+    events.SaveCommitted: "end",
+    events.LoadApplied: "end",
+    events.SaveFailed: "exception",
+    events.LoadFailed: "exception",
 }
 """DCP's words. The phases of a save or load have their own names."""
 
 
-class DCPLog(EventObserver):
+class DCPLog(QueuedObserver):
     """Logs each event to the logger that DCP's handlers listen to, as a dict like those of DCP.
 
     ``event`` is ``"start"``, ``"end"`` or ``"exception"`` as in DCP, or the name of the event's class; ``time`` is in
-    nanoseconds, ``uuid`` the id of the save. Failures have the level ERROR, all other events DEBUG.
+    nanoseconds, ``uuid`` the id of the save. Failures have the level ERROR, all other events DEBUG. A thread of its own
+    calls the handlers.
 
     Raises:
         ImportError: This torch has no ``torch.distributed.checkpoint``.
@@ -47,21 +37,23 @@ class DCPLog(EventObserver):
         from .._runtime.torch_probes import dcp_logger
 
         self._logger = dcp_logger()
-        super().__init__()
+        super().__init__("DCPLog")
 
-    def _observe(self, event: Event) -> None:
-        level = logging.ERROR if isinstance(event, (SaveFailed, LoadFailed)) else logging.DEBUG
+    def _take(self, event: Event, noted: int) -> None:
+        level = logging.ERROR if _EVENTS.get(type(event)) == "exception" else logging.DEBUG  # type: ignore[arg-type]
         if self._logger.isEnabledFor(level):
             self._logger.log(level, _message(event))
 
 
 def _message(event: Event) -> dict[str, Any]:
-    kind = type(event).__name__
-    message: dict[str, Any] = {"event": kind, "log_exceptions": True}
+    kind = type(event)
+    message: dict[str, Any] = {field.name: getattr(event, field.name) for field in fields(event)}
+    message |= {"event": kind.__name__, "log_exceptions": True}
     if isinstance(event, (SaveEvent, LoadEvent)):
         about = context_of(event)
+        del message["save" if isinstance(event, SaveEvent) else "load"]
         message |= {
-            "event": _EVENTS.get(type(event), kind),
+            "event": _EVENTS.get(type(event), kind.__name__),
             "func_name": about.operation,
             "checkpoint_id": about.url,
             "uuid": about.save_id,
@@ -70,9 +62,8 @@ def _message(event: Event) -> dict[str, Any]:
             "global_rank": about.rank,
             "world_size": about.world,
         }
-    if isinstance(event, (SaveFailed, LoadFailed)):
+    if isinstance(event, (events.SaveFailed, events.LoadFailed)):
         message["error"] = event.reason
-    if isinstance(event, (SaveCommitted, LoadApplied)):
+    if isinstance(event, (events.SaveCommitted, events.LoadApplied)):
         message["times_spent"] = int(max(event.seconds.values(), default=0.0) * 1e9)
-    rest = {field.name: getattr(event, field.name) for field in fields(event)}
-    return {key: value for key, value in rest.items() if key not in ("save", "load")} | message
+    return message

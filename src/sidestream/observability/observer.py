@@ -1,14 +1,23 @@
-"""``EventObserver``: what all observers of this package have in common."""
+"""``EventObserver``: what all observers of this package have in common, and those that have a thread of their own."""
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
+import queue
+import time
+from concurrent.futures import Future
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from ..events import Event, observe
+from .._runtime.threads import Threads
+from ..events import Event, observing
 
-__all__ = ["EventObserver"]
+_MOST = 10_000
+_CLOSE_S = 5.0
+
+_log = logging.getLogger("sidestream")
 
 
 class EventObserver:
@@ -17,10 +26,10 @@ class EventObserver:
 
     def __init__(self) -> None:
         self._observing = ExitStack()
-        self._observing.enter_context(observe(self._observe))
+        self._observing.enter_context(observing(self._observe, quick=True))
 
     def _observe(self, event: Event) -> None:
-        """Take one event. Called in any thread, by several at a time."""
+        """Take one event, and return at once. Called in any thread, by several at a time, and on the loop."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -30,7 +39,85 @@ class EventObserver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
+
+
+class QueuedObserver(EventObserver):
+    """The base of observers that may have to wait: for a disk, or for code of the user such as exporters and handlers.
+
+    The thread that emits an event puts it into a queue. One thread takes the events, in their order. If it is 10,000
+    events late, events are lost. In a forked child the observer takes none.
+
+    Args:
+        name: What warnings call it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pid = os.getpid()
+        self._lost = 0
+        self._warned = False
+        self._queue: queue.SimpleQueue[tuple[Event, Any] | None] = queue.SimpleQueue()
+        threads = Threads(f"sidestream-{type(self).__name__}", 1)
+        self._done: Future[None] = threads.submit(self._take_all)
+        threads.close()
+        atexit.register(self.close)
+        super().__init__()
+
+    @property
+    def lost(self) -> int:
+        """The number of events that were lost."""
+        return self._lost
+
+    def close(self) -> None:
+        """Observe no more, and take what is in the queue. Calling it again has no effect.
+
+        It blocks for 5 s at most. What is left in the queue then is lost.
+        """
+        super().close()
+        atexit.unregister(self.close)
+        if os.getpid() != self._pid or self._done.done():
+            return
+        self._queue.put(None)
+        try:
+            self._done.result(_CLOSE_S)
+        except TimeoutError:
+            self._lose(self._queue.qsize() - 1, f"it took more than {_CLOSE_S:g} s to close")
+
+    def _observe(self, event: Event) -> None:
+        if os.getpid() != self._pid:
+            return
+        if self._queue.qsize() >= _MOST:
+            self._lose(1, f"it is {_MOST:,} events late")
+        else:
+            self._queue.put((event, self._noted()))
+
+    def _noted(self) -> Any:
+        """Return what has to be known of the moment, and of the thread, in which an event is emitted."""
+        return time.time_ns()
+
+    def _lose(self, count: int, why: object) -> None:
+        self._lost += count
+        if not self._warned:
+            self._warned = True
+            _log.warning("%s loses events: %s", self._name, why)
+
+    # --- the thread ---
+
+    def _take_all(self) -> None:
+        try:
+            while (item := self._queue.get()) is not None:
+                try:
+                    self._take(*item)
+                except Exception as error:
+                    self._lose(1, error)
+        finally:
+            self._end()
+
+    def _take(self, event: Event, noted: Any) -> None:
+        """Take one event, and what was noted when it was emitted."""
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        """Finish, after the last event."""

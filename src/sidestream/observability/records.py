@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from os import PathLike
 from typing import Any
 
 from .. import events
 from ..events import Event, LoadContext, SaveContext
-
-__all__ = ["JournalContent", "head", "line_of", "read_journal"]
-
-_KINDS: dict[str, Any] = {
-    name: kind
-    for name in events.__all__
-    if is_dataclass(kind := getattr(events, name)) and not name.endswith("Context")
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +34,15 @@ def head(lost: int = 0) -> bytes:
     return json.dumps({"journal": 1, "lost": lost}).encode() + b"\n"
 
 
-def line_of(event: Event, time_ns: int, monotonic_ns: int) -> bytes:
-    """Return the line of an event. The times are for events that have none of their own."""
-    record: dict[str, Any] = {"event": type(event).__name__, "time_ns": time_ns, "monotonic_ns": monotonic_ns}
-    for field in fields(event):
-        value = getattr(event, field.name)
-        if isinstance(value, (SaveContext, LoadContext)):
-            value = asdict(value)
-        elif isinstance(value, Mapping):
-            value = dict(value)
-        record[field.name] = value
-    return json.dumps(record).encode() + b"\n"
+def line_of(event: Event, time_ns: int) -> bytes:
+    """Return the line of an event. The time is for events that have none of their own."""
+    return json.dumps({"event": type(event).__name__, "time_ns": time_ns} | _plain(event)).encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def read_journal(path: str | PathLike[str]) -> JournalContent:
@@ -91,13 +81,10 @@ def read_journal(path: str | PathLike[str]) -> JournalContent:
 
 
 def _event_of(record: dict[str, Any]) -> Event:
-    kind = _KINDS[record["event"]]
+    kind: Any = getattr(events, record["event"])
     values = {field.name: record[field.name] for field in fields(kind) if field.name in record}
     for name, context in (("save", SaveContext), ("load", LoadContext)):
         if values.get(name) is not None:
             values[name] = context(**values[name])
-    for name, value in values.items():
-        if isinstance(value, list):
-            values[name] = tuple(value)
-    event: Event = kind(**values)
+    event: Event = kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
     return event
