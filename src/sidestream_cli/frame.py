@@ -69,8 +69,8 @@ StorageOption = Annotated[
     list[str] | None,
     typer.Option(
         "--storage-option",
-        help="An option of the fsspec file system as KEY=VALUE (VALUE is JSON or text), or @FILE with a JSON object, "
-        "whose content no list of processes shows. Never printed. May be repeated.",
+        help="An entry of storage_options= as KEY=VALUE (VALUE is JSON or text), or @FILE with a JSON object, which no "
+        "list of processes shows. Never printed. May be repeated.",
         show_default=False,
     ),
 ]

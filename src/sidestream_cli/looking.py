@@ -39,7 +39,7 @@ def ls(
     storage_option: StorageOption = None,
     as_json: AsJson = False,
 ) -> int:
-    """List the committed steps of a run."""
+    """List the committed steps of a run, with time, size, metadata and sidecar files."""
     options = options_of(storage_option)
     from .look import steps
 
@@ -62,12 +62,14 @@ def info(
     url: Url,
     pattern: Annotated[str, typer.Argument(help="Names to show, as in 'model.*'.", autocompletion=names)] = "*",
     values: Annotated[bool, typer.Option("--values", help="Show the values, too.")] = False,
-    files: Annotated[bool, typer.Option("--files", help="Show the sidecar files instead.")] = False,
+    files: Annotated[
+        bool, typer.Option("--files", help="Show the sidecar files that match, and nothing else.")
+    ] = False,
     storage_option: StorageOption = None,
     as_json: AsJson = False,
 ) -> int:
-    """Show what is in a checkpoint, a torch.save file or safetensors: names, dtypes, shapes, bytes, files; and when it
-    was saved, with which metadata."""
+    """Show what is in a checkpoint: names, dtypes, shapes, bytes, files; and when it was saved, with which metadata and
+    sidecar files."""
     options = options_of(storage_option)
     from .look import head, rows, value_texts
 
@@ -195,7 +197,9 @@ def diff(
     target_option: TargetOption = None,
     as_json: AsJson = False,
 ) -> int:
-    """Compare two checkpoints. List where and by how much they differ, with exit code 1."""
+    """Compare two checkpoints. List where and by how much they differ, with exit code 1. Entries are the same if their
+    types and bits are: 1, 1.0 and True differ, and a NaN is the same as one with its bits. The order of a dict does not
+    count."""
     options, second_options = options_of(storage_option), options_of(target_option)
     from .look import differences
 
@@ -215,9 +219,11 @@ def diff(
 @app.command()
 @verb
 def doctor(
-    directory: Annotated[str, typer.Argument(help="The directory for checkpoints.")] = ".", as_json: AsJson = False
+    directory: Annotated[str, typer.Argument(help="Where checkpoints go; it need not exist yet.")] = ".",
+    as_json: AsJson = False,
 ) -> int:
-    """Show what this machine and the disk of a directory support, with advice."""
+    """Show what this machine and the disk of a directory offer, with advice: versions, memory, huge pages, NUMA nodes,
+    devices, direct I/O."""
     _check_local(directory)
     from .machine import machine
 
@@ -236,7 +242,7 @@ def bench(
     mib: Annotated[int, typer.Option(min=64, help="Size of the state.")] = 1024,
     as_json: AsJson = False,
 ) -> int:
-    """Measure staging, saving and loading on this machine, and its disk alone. Takes at most about a minute."""
+    """Measure staging, saving and loading on this machine, and its disk alone, in turns."""
     _check_local(directory)
     from .measure import measure
 

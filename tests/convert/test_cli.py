@@ -158,8 +158,8 @@ def counted(*args, **keywords):
     return memory
 MemoryMap.__new__ = counted
 sidestream.blocking.save({"w": torch.ones(80 << 20)}, sys.argv[1], options=sidestream.SaveOptions(streaming=True))
-assert sidestream.blocking.verify(sys.argv[1]).ok
 print(sum(map(len, mapped)) >> 20)
+assert sidestream.blocking.verify(sys.argv[1]).ok
 """
     command = [sys.executable, "-c", counted, str(tmp_path / "streamed")]
     done = subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, timeout=300, check=True)

@@ -61,6 +61,7 @@ def convert(
     options: dict[str, Any] = {"format": format, "select": select, "names": _renaming(rename)}
     options |= {**_stores(storage_option, target_option, commit), "dtype": _dtype(dtype)}
     from sidestream import ConvertOptions, blocking
+    from sidestream.errors import redacted
 
     with _named_as_options("select", "dtype", names="rename"), bar("converting", as_json) as progress:
         report = blocking.convert(
@@ -77,7 +78,7 @@ def convert(
     if as_json:
         print_json(dataclasses.asdict(report))
         return 0
-    say(f"{report.url}: {len(report.tensors)} tensors, {len(report.values)} values, {size(report.nbytes)}")
+    say(f"{redacted(target)}: {len(report.tensors)} tensors, {len(report.values)} values, {size(report.nbytes)}")
     if report.unverified:
         say(f"{len(report.unverified)} of them could not be verified: the source has no checksums")
     return 0
@@ -99,6 +100,7 @@ def copy(
     visible."""
     stores = _stores(storage_option, target_option, commit)
     from sidestream import blocking
+    from sidestream.errors import redacted
 
     with bar("copying", as_json) as progress:
         report = blocking.copy(
@@ -113,7 +115,7 @@ def copy(
     if as_json:
         print_json(dataclasses.asdict(report))
         return 0
-    say(f"{report.url}: {len(report.files)} files, {size(report.nbytes)}, read back and the same")
+    say(f"{redacted(target)}: {len(report.files)} files, {size(report.nbytes)}, read back and the same")
     say(f"{len(report.verified)} verified by their writer's checksums, {len(report.unverified)} without checksum")
     return 0
 
@@ -137,7 +139,7 @@ def prune(
     timeout_s: TimeoutS = 86400.0,
 ) -> int:
     """Delete steps of a run, as its retention would: the newest step that stays is verified first, and no step in use
-    is deleted."""
+    is deleted. What killed writers left is deleted by a Checkpointer only."""
     if keep_last is None and keep_every is None and not keep_best:
         raise UsageError("choose which steps to keep: pass --keep-last, --keep-every or --keep-best")
     best = [_metric(word) for word in keep_best or ()]
