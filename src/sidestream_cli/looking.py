@@ -239,7 +239,7 @@ def doctor(
 @verb
 def bench(
     directory: Annotated[str, typer.Argument(help="A local directory; what is written there is removed.")] = ".",
-    mib: Annotated[int, typer.Option(min=64, help="Size of the state.")] = 1024,
+    mib: Annotated[int, typer.Option(min=64, help="Size of the state, at least 64.")] = 1024,
     as_json: AsJson = False,
 ) -> int:
     """Measure staging, saving and loading on this machine, and its disk alone, in turns."""

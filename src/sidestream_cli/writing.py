@@ -32,7 +32,7 @@ from .frame import (
 if TYPE_CHECKING:
     from sidestream import Storage
 
-_BudgetMib = Annotated[int, typer.Option(min=96, help="Memory for payloads.")]
+_BudgetMib = Annotated[int, typer.Option(min=96, help="Memory for payloads, at least 96.")]
 
 
 @app.command()
