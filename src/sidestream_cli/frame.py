@@ -121,6 +121,8 @@ def verb(function: Callable[P, int]) -> Callable[P, None]:
             code = 2
         raise typer.Exit(code)
 
+    paragraphs = (function.__doc__ or "").split("\n\n")
+    command.__doc__ = "\n\n".join(" ".join(one.split()) for one in paragraphs)  # --help keeps the ends of lines
     return command
 
 

@@ -116,7 +116,7 @@ def verify(
     as_json: AsJson = False,
     timeout_s: TimeoutS = 86400.0,
 ) -> int:
-    """Read all data and compare it with its checksums and digests. List damage, with exit code 1."""
+    """Read all data and compare it with its checksums and digests. List damage."""
     options = options_of(storage_option)
 
     def verified(one: str) -> VerifyReport:
@@ -197,9 +197,10 @@ def diff(
     target_option: TargetOption = None,
     as_json: AsJson = False,
 ) -> int:
-    """Compare two checkpoints. List where and by how much they differ, with exit code 1. Entries are the same if their
-    types and bits are: 1, 1.0 and True differ, and a NaN is the same as one with its bits. The order of a dict does not
-    count."""
+    """Compare two checkpoints. List where and by how much they differ.
+
+    Entries are the same if their types and bits are: 1, 1.0 and True differ, and a NaN is the same as one with its
+    bits. The order of a dict does not count."""
     options, second_options = options_of(storage_option), options_of(target_option)
     from .look import differences
 
