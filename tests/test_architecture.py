@@ -31,9 +31,8 @@ PUBLIC_MODULES = ("errors", "options", "events", "blocking", "signing", "dcp", "
 
 COMMAND_LINE = ROOT_FOLDER / "src" / "sidestream_cli"
 PRIVATE_IN_THE_COMMAND_LINE = {  # this only gets shorter
-    "sidestream._convert.source", "sidestream._format.checksum", "sidestream._format.marker",
-    "sidestream._format.records", "sidestream._run.steps",
-    "sidestream._runtime.tasks", "sidestream._runtime.threads", "sidestream._storage",
+    "sidestream._convert.source", "sidestream._format.checksum", "sidestream._format.records", "sidestream._run.steps",
+    "sidestream._runtime.threads", "sidestream._staging.placement", "sidestream._storage",
 }  # fmt: skip
 
 MOST_ROOMS = 23  # with __init__

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import sys
+import warnings
 from importlib.util import find_spec
 
 __all__ = ["main"]
@@ -22,6 +23,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # an encoding such as ASCII lacks letters that occur in names
             stream.reconfigure(errors="backslashreplace")
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch can do without, and so do the commands
     from .app import app
 
     app()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import changing, looking, recorded  # noqa: F401  # each adds its commands
+from . import looking, recorded, writing  # noqa: F401  # each adds its commands
 from .frame import app
 
 __all__ = ["app"]

@@ -69,8 +69,8 @@ StorageOption = Annotated[
     list[str] | None,
     typer.Option(
         "--storage-option",
-        help="An option of the fsspec file system as KEY=VALUE (VALUE is JSON or text), or @FILE with a JSON object, "
-        "whose content no list of processes shows. Never printed. May be repeated.",
+        help="An entry of storage_options= as KEY=VALUE (VALUE is JSON or text), or @FILE with a JSON object, which no "
+        "list of processes shows. Never printed. May be repeated.",
         show_default=False,
     ),
 ]
@@ -121,6 +121,8 @@ def verb(function: Callable[P, int]) -> Callable[P, None]:
             code = 2
         raise typer.Exit(code)
 
+    paragraphs = (function.__doc__ or "").split("\n\n")
+    command.__doc__ = "\n\n".join(" ".join(one.split()) for one in paragraphs)  # --help keeps the ends of lines
     return command
 
 

@@ -15,7 +15,6 @@ import torch
 
 from sidestream import blocking
 from sidestream._convert.source import Source, open_source
-from sidestream._format.marker import Marker
 from sidestream._format.records import CompositeEntry, OpaqueEntry, TensorEntry, ValueEntry
 from sidestream._run.steps import list_steps
 from sidestream._runtime.threads import Deadline
@@ -115,14 +114,14 @@ def head(url: str, options: Options = None) -> Head:
     """Return what the checkpoint says about itself."""
     checkpoint = blocking.open_checkpoint(url, storage_options=options)
 
-    async def marker() -> Marker | None:
+    async def moment() -> int:
         async with aclosing(locate_directory(url, Storage(options)).source()) as source:
-            return await source.marker()
+            marker = await source.marker()
+        return 0 if marker is None else marker.saved_at
 
-    found = None
+    saved_at = 0
     with suppress(FileNotFoundError, NotADirectoryError):  # a single file, or a checkpoint without a marker
-        found = blocking.run(marker, Deadline.after(_TIMEOUT_S))
-    saved_at = 0 if found is None else found.saved_at
+        saved_at = blocking.run(moment, Deadline.after(_TIMEOUT_S))
     return Head(checkpoint.step, saved_at, checkpoint.metadata, checkpoint.files)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +16,7 @@ from .frame import (
     TargetOption,
     TimeoutS,
     Url,
+    UsageError,
     app,
     bar,
     moment,
@@ -37,7 +39,7 @@ def ls(
     storage_option: StorageOption = None,
     as_json: AsJson = False,
 ) -> int:
-    """List the committed steps of a run."""
+    """List the committed steps of a run, with time, size, metadata and sidecar files."""
     options = options_of(storage_option)
     from .look import steps
 
@@ -60,27 +62,31 @@ def info(
     url: Url,
     pattern: Annotated[str, typer.Argument(help="Names to show, as in 'model.*'.", autocompletion=names)] = "*",
     values: Annotated[bool, typer.Option("--values", help="Show the values, too.")] = False,
-    files: Annotated[bool, typer.Option("--files", help="Show the sidecar files instead.")] = False,
+    files: Annotated[
+        bool, typer.Option("--files", help="Show the sidecar files that match, and nothing else.")
+    ] = False,
     storage_option: StorageOption = None,
     as_json: AsJson = False,
 ) -> int:
-    """Show what is in a checkpoint, a torch.save file or safetensors: names, dtypes, shapes, bytes, files; and when it
-    was saved, with which metadata."""
+    """Show what is in a checkpoint: names, dtypes, shapes, bytes, files; and when it was saved, with which metadata and
+    sidecar files."""
     options = options_of(storage_option)
     from .look import head, rows, value_texts
 
     about = head(url, options)
     if files:
+        sidecars = {name: nbytes for name, nbytes in about.files.items() if fnmatchcase(name, pattern)}
         if as_json:
-            print_json(about.files)
+            print_json(sidecars)
         else:
-            show(("name", "bytes"), [(name, size(nbytes)) for name, nbytes in about.files.items()])
+            show(("name", "bytes"), [(name, size(nbytes)) for name, nbytes in sidecars.items()])
         return 0
     found = rows(url, pattern, options)
     texts = value_texts(url, [one.name for one in found if one.dtype is None], options) if values else {}
     if as_json:
-        listed_values = {one.name: {"value": texts[one.name]} for one in found if one.name in texts}
-        print_json([{**dataclasses.asdict(one), **listed_values.get(one.name, {})} for one in found])
+        listed_values = {name: {"value": text} for name, text in texts.items()}
+        entries = [{**dataclasses.asdict(one), **listed_values.get(one.name, {})} for one in found]
+        print_json({**dataclasses.asdict(about), "entries": entries})
         return 0
     listed = []
     for one in found:
@@ -110,7 +116,7 @@ def verify(
     as_json: AsJson = False,
     timeout_s: TimeoutS = 86400.0,
 ) -> int:
-    """Read all data and compare it with its checksums and digests. List damage, with exit code 1."""
+    """Read all data and compare it with its checksums and digests. List damage."""
     options = options_of(storage_option)
 
     def verified(one: str) -> VerifyReport:
@@ -125,7 +131,12 @@ def verify(
 
     if every:
         return _verify_steps(url, options, verified, as_json=as_json)
-    report = verified(url)
+    from sidestream.errors import CheckpointNotFoundError
+
+    try:
+        report = verified(url)
+    except CheckpointNotFoundError as error:
+        raise error.reworded(lambda text: f"{text}. --all verifies each step of a run") from None
     if as_json:
         print_json({"ok": report.ok, **dataclasses.asdict(report)})
     else:
@@ -136,7 +147,7 @@ def verify(
 def _verify_steps(
     url: str, options: dict[str, Any] | None, verified: Callable[[str], VerifyReport], *, as_json: bool
 ) -> int:
-    from sidestream.errors import BadSignatureError, CorruptCheckpointError
+    from sidestream.errors import BadSignatureError, CheckpointNotFoundError, CorruptCheckpointError
 
     from .look import steps
 
@@ -145,6 +156,8 @@ def _verify_steps(
         error = step.damage
         try:
             report = None if error else verified(f"{url.rstrip('/')}/{step.name}")
+        except CheckpointNotFoundError:  # deleted since the run was listed
+            continue
         except (CorruptCheckpointError, BadSignatureError) as damage:
             report, error = None, str(damage)
         ok = report is not None and report.ok
@@ -159,6 +172,11 @@ def _verify_steps(
     if as_json:
         print_json(reports)
     return 0 if all(one["ok"] for one in reports) else 1
+
+
+def _check_local(directory: str) -> None:
+    if "://" in directory:
+        raise UsageError(f"{directory} is a URL, and this command needs a directory of this machine")
 
 
 def _say_report(report: VerifyReport) -> None:
@@ -179,7 +197,10 @@ def diff(
     target_option: TargetOption = None,
     as_json: AsJson = False,
 ) -> int:
-    """Compare two checkpoints. List where and by how much they differ, with exit code 1."""
+    """Compare two checkpoints. List where and by how much they differ.
+
+    Entries are the same if their types and bits are: 1, 1.0 and True differ, and a NaN is the same as one with its
+    bits. The order of a dict does not count."""
     options, second_options = options_of(storage_option), options_of(target_option)
     from .look import differences
 
@@ -199,9 +220,12 @@ def diff(
 @app.command()
 @verb
 def doctor(
-    directory: Annotated[str, typer.Argument(help="The directory for checkpoints.")] = ".", as_json: AsJson = False
+    directory: Annotated[str, typer.Argument(help="Where checkpoints go; it need not exist yet.")] = ".",
+    as_json: AsJson = False,
 ) -> int:
-    """Show what this machine supports, with advice."""
+    """Show what this machine and the disk of a directory offer, with advice: versions, memory, huge pages, NUMA nodes,
+    devices, direct I/O."""
+    _check_local(directory)
     from .machine import machine
 
     found = machine(directory)
@@ -216,16 +240,15 @@ def doctor(
 @verb
 def bench(
     directory: Annotated[str, typer.Argument(help="A local directory; what is written there is removed.")] = ".",
-    mib: Annotated[int, typer.Option(help="Size of the state.")] = 1024,
+    mib: Annotated[int, typer.Option(min=64, help="Size of the state, at least 64.")] = 1024,
     as_json: AsJson = False,
 ) -> int:
-    """Measure staging, saving and loading on this machine, and its disk alone. Takes at most about a minute."""
-    from sidestream import blocking
-
+    """Measure staging, saving and loading on this machine, and its disk alone, in turns."""
+    _check_local(directory)
     from .measure import measure
 
     with bar("measuring", as_json) as progress:
-        found = blocking.run(lambda: measure(directory, mib << 20, progress))
+        found = measure(directory, mib << 20, progress)
     if as_json:
         print_json([dataclasses.asdict(one) for one in found])
         return 0

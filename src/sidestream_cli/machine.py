@@ -1,22 +1,36 @@
-"""Checks of what this machine supports."""
+"""Checks of what this machine supports, with advice where something could be better."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
-import resource
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import sidestream
+from sidestream import AsyncStager
 from sidestream._format.checksum import CRC_ENGINE
+from sidestream._staging.placement import bind, pci_address, preferred_node
+
+from .frame import size
 
 __all__ = ["Finding", "machine"]
+
+_ROOT = Path("/")
+_NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
+_CANNOT_REGISTER = (304, 801)  # cudaErrorOperatingSystem, cudaErrorNotSupported: copies go without it
+_REQUIREMENT = re.compile(r"([\w.-]+).*\bextra == ['\"]([\w-]+)['\"]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,118 +42,165 @@ class Finding:
     advice: str = ""
 
 
-def machine(directory: str) -> list[Finding]:
-    """Return what this machine and the file system of ``directory`` support."""
-    advice = "" if CRC_ENGINE == "isal" else "pip install isal for several times the speed"
-    found = [
+def machine(directory: str, root: Path = _ROOT) -> list[Finding]:
+    """Return what this machine and the file system of ``directory``, which need not exist yet, support.
+
+    ``root`` is where the files of the kernel are, below ``proc`` and ``sys``.
+    """
+    advice = "" if CRC_ENGINE == "isal" else "pip install isal: several times the speed"
+    return [
         Finding("sidestream", sidestream.__version__),
         Finding("torch", torch.__version__),
         Finding("checksums", CRC_ENGINE, advice),
+        _extras(),
+        *_memory(root),
+        _huge_pages(root, "huge pages", "enabled", "madvise", "staging memory"),
+        _huge_pages(root, "huge pages, shared", "shmem_enabled", "advise", "memory for a writer process"),
+        *_nodes_and_devices(root / "sys"),
+        *_disk(Path(directory).absolute()),
     ]
-    found += [Finding(extra, *_package(package, extra)) for package, extra in _EXTRAS]
-    found.append(Finding("accelerator", str(torch.accelerator.current_accelerator() or "none")))
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    small = soft != resource.RLIM_INFINITY
-    advice = "raise it (ulimit -l) where large states are staged from a device" if small else ""
-    found.append(Finding("locked memory", f"{soft >> 20} MiB" if small else "unlimited", advice))
-    found += [_huge_pages(_SYSFS, "huge pages", "enabled", "madvise", "staging memory")]
-    found += [_huge_pages(_SYSFS, "huge pages, shared", "shmem_enabled", "advise", "memory for a writer process")]
-    found += _nodes_and_devices(_SYSFS)
-    found.append(_memory())
-    found.append(_direct_io(directory))
-    status = os.statvfs(directory)
-    free = status.f_bavail * status.f_frsize >> 30
-    found.append(Finding("free space", f"{free} GiB", "measure the disk with: sidestream bench"))
-    return found
 
 
-_SYSFS = Path("/sys")
-_EXTRAS = (
-    ("obstore", "cloud"),
-    ("zstandard", "zstd"),
-    ("blake3", "digest"),
-    ("model_signing", "signing"),
-    ("watchfiles", "watch"),
-)
+def _extras() -> Finding:
+    """Return which extras of sidestream have all the packages that they ask for."""
+    missing: dict[str, bool] = {}
+    for requirement in metadata.requires("sidestream") or ():
+        if found := _REQUIREMENT.match(requirement):
+            missing[found[2]] = missing.get(found[2], False) or not _is_installed(found[1])
+    missing.pop("all", None)
+    here = ", ".join(extra for extra in missing if not missing[extra])
+    lacks = ",".join(extra for extra in missing if missing[extra])
+    return Finding("extras", here or "none", lacks and f"for the others: pip install 'sidestream[{lacks}]'")
 
 
-def _huge_pages(sysfs: Path, what: str, name: str, value: str, memory: str) -> Finding:
-    path = sysfs / "kernel/mm/transparent_hugepage" / name
+def _is_installed(package: str) -> bool:
+    with suppress(metadata.PackageNotFoundError):
+        return bool(metadata.version(package))
+    return False
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def _memory(root: Path) -> Iterator[Finding]:
+    """Return the free host memory, and how much of it a stager takes at most."""
+    advice = "a snapshot takes as much as the state; SaveOptions(streaming=True) takes 256 MiB whatever its size"
     try:
-        here = path.read_text().split("[")[-1].split("]")[0]
+        free = _free_memory(root)
+    except (OSError, KeyError, ValueError):
+        yield Finding("free memory", "unknown", advice)
+    else:
+        yield Finding("free memory", size(free), advice)
+    with closing(AsyncStager()) as stager:
+        budget = size(stager.statistics().budget_bytes)
+    yield Finding("staging budget", f"{budget} for each stager", "AsyncStager(budget_bytes=...) sets another one")
+
+
+def _free_memory(root: Path) -> int:
+    """Return the free bytes of the machine, or of the control group if that has less."""
+    free = _table(root / "proc/meminfo")["MemAvailable:"] << 10
+    group = root / "sys/fs/cgroup"
+    with suppress(OSError, KeyError, ValueError):
+        used = int((group / "memory.current").read_text()) - _table(group / "memory.stat")["inactive_file"]
+        free = min(free, int((group / "memory.max").read_text()) - used)
+    return max(free, 0)
+
+
+def _table(path: Path) -> dict[str, int]:
+    return {words[0]: int(words[1]) for words in map(str.split, path.read_text().splitlines())}
+
+
+def _huge_pages(root: Path, what: str, name: str, value: str, memory: str) -> Finding:
+    path = root / "sys/kernel/mm/transparent_hugepage" / name
+    try:
+        here = path.read_text().split("[")[-1].split("]")[0].strip()
     except OSError:
         return Finding(what, "unknown")
-    advice = f"echo {value} > {path}: {memory} is mapped faster" if here in ("never", "deny") else ""
+    advice = f"echo {value} > {path} (as root): {memory} is mapped faster" if here in ("never", "deny") else ""
     return Finding(what, here, advice)
 
 
-def _nodes_and_devices(sysfs: Path) -> list[Finding]:
-    """Return the NUMA nodes, and for each CUDA device its node, and whether host memory can be registered with it."""
+# --- devices --------------------------------------------------------------------------------------------------------
+
+
+def _nodes_and_devices(sysfs: Path) -> Iterator[Finding]:
+    """Return the NUMA nodes, and what holds for each device."""
     nodes = len(list(sysfs.glob("devices/system/node/node[0-9]*")))
-    found = [Finding("NUMA nodes", str(nodes or "unknown"))]
+    yield Finding("NUMA nodes", str(nodes or "unknown"))
+    yield Finding("accelerator", str(torch.accelerator.current_accelerator() or "none"))
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        node, advice = _node(index, sysfs), ""
-        if node is None and nodes > 1:
-            advice = "start each rank on the node of its device, with numactl (nvidia-smi shows the nodes)"
-        error = _registration_error(index)
-        if error:
-            advice = "copies between it and host memory fail or are slow: look at the memory limit of the container"
-        here = f"NUMA node {'unknown' if node is None else node}, "
-        here += f"host memory cannot be registered ({error})" if error else "host memory can be registered"
-        found.append(Finding(f"cuda:{index}", here, advice))
-    return found
+        device = torch.device("cuda", index)
+        found = [_capacity(device), *([_near(device, sysfs)] if nodes > 1 else []), _registering(index)]
+        advice = "; ".join(advice for _, advice in found if advice)
+        yield Finding(f"cuda:{index}", ", ".join(here for here, _ in found), advice)
 
 
-def _node(index: int, sysfs: Path) -> int | None:
-    found: Any = torch.cuda.get_device_properties(index)  # torch does not declare these attributes
-    try:
-        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-        node = int((sysfs / "bus/pci/devices" / address / "numa_node").read_text())
-    except (AttributeError, OSError, ValueError):
-        return None
-    return node if node >= 0 else None
+def _capacity(device: torch.device) -> tuple[str, str]:
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.name}, {size(found.total_memory)}", ""
 
 
-def _registration_error(index: int) -> str:
-    """Register one page with a device, and unregister it. Returns the error of CUDA, or an empty text."""
+def _near(device: torch.device, sysfs: Path) -> tuple[str, str]:
+    """Return the node of a device, and advice if sidestream cannot place memory there."""
+    address = pci_address(device)
+    node = None if address is None else preferred_node(address, sysfs)
+    if node is None:
+        return "NUMA node unknown", "start its rank on CPUs near it: taskset -c CPUS (nvidia-smi topo -m shows them)"
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    if bind(ctypes.addressof(ctypes.c_char.from_buffer(page)), mmap.PAGESIZE, node):
+        return f"NUMA node {node}", ""
+    cpus = (sysfs / f"devices/system/node/node{node}/cpulist").read_text().strip()
+    return f"NUMA node {node}, to which memory cannot be bound", f"start its rank there: taskset -c {cpus}"
+
+
+def _registering(index: int) -> tuple[str, str]:
+    """Register one page with a device, and unregister it."""
     page = mmap.mmap(-1, mmap.PAGESIZE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(page))
     try:
         with torch.cuda.device(index):
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            code = runtime.cudaHostRegister(address, mmap.PAGESIZE, 0)
-            if int(code) == 0:
-                code = runtime.cudaHostUnregister(address)
-            return str(runtime.cudaGetErrorString(code)) if int(code) else ""
-    except RuntimeError as error:  # the device cannot be used at all
-        return str(error).partition("\n")[0]
+            code = int(runtime.cudaHostRegister(address, mmap.PAGESIZE, 0))
+            if code == 0:
+                code = int(runtime.cudaHostUnregister(address))
+            error = str(runtime.cudaGetErrorString(code)) if code else ""
+    except RuntimeError as failure:  # the device cannot be used at all
+        code, error = -1, str(failure).partition("\n")[0]
+    if not error:
+        return "host memory can be registered", ""
+    what = "copies go without it, more slowly" if code in _CANNOT_REGISTER else "staging from it fails"
+    return f"host memory cannot be registered ({error})", what
 
 
-def _memory() -> Finding:
-    """Return the free host memory: a snapshot needs as much as the state has bytes."""
-    advice = "a snapshot takes as much as the state; SaveOptions(streaming=True) takes 256 MiB whatever its size"
+# --- disk -----------------------------------------------------------------------------------------------------------
+
+
+def _disk(directory: Path) -> Iterator[Finding]:
+    place = next(one for one in (directory, *directory.parents) if one.exists())
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return Finding("free memory", "unknown", advice)
-    return Finding("free memory", f"{free >> 30} GiB", advice)
-
-
-def _package(package: str, extra: str) -> tuple[str, str]:
-    if find_spec(package) is not None:
-        return "installed", ""
-    return "not installed", f"pip install 'sidestream[{extra}]'"
-
-
-def _direct_io(directory: str) -> Finding:
-    path = Path(directory, f".sidestream-doctor-{os.getpid()}")
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_DIRECT", 0), 0o600)
+        direct = _writes_directly(place / f".sidestream-doctor-{os.getpid()}")
     except OSError as error:
-        return Finding(
-            "direct I/O", f"no ({error.strerror})", "buffered writes are used, which cost more processor time"
-        )
-    os.close(descriptor)
-    path.unlink()
-    return Finding("direct I/O", "yes" if hasattr(os, "O_DIRECT") else "no")
+        yield Finding("directory", f"{place} cannot be written: {error.strerror}", "saves to it fail")
+        return
+    advice = "" if direct else "saves write through the page cache"
+    yield Finding("direct I/O", "yes" if direct else "no", advice)
+    advice = f"sidestream bench {shlex.quote(str(place))} measures the disk"
+    yield Finding("free space", size(shutil.disk_usage(place).free), advice)
+
+
+def _writes_directly(path: Path) -> bool:
+    """Return whether a page can be written without the page cache. Raises ``OSError`` if no file can be made."""
+    page, flags = mmap.mmap(-1, mmap.PAGESIZE), os.O_WRONLY | os.O_CREAT
+    try:
+        os.close(os.open(path, flags | os.O_EXCL, 0o600))
+        descriptor = os.open(path, flags | getattr(os, "O_DIRECT", 0))
+        try:
+            return os.pwrite(descriptor, page, 0) > 0 and hasattr(os, "O_DIRECT")
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno in _NO_DIRECT_IO:
+            return False
+        raise
+    finally:
+        path.unlink(missing_ok=True)

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
 import mmap
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from sidestream import AsyncStager, load, save
-from sidestream._runtime.tasks import run_shielded
-from sidestream._runtime.threads import Threads, io_threads
-from sidestream.errors import InvalidOptionError, NoSpaceError
+from sidestream import AsyncStager, blocking
+from sidestream.errors import NoSpaceError
 from sidestream.options import Progress
 
 __all__ = ["Measured", "measure"]
 
 _ROUNDS = 3
-_LEAST_BYTES = 64 << 20
 _BLOCK_BYTES = 16 << 20
 _THREADS = 4
 _TENSORS = 16
@@ -42,100 +40,70 @@ class Measured:
     rounds: int
 
 
-async def measure(directory: str, nbytes: int, progress: Progress) -> list[Measured]:
+def measure(directory: str, nbytes: int, progress: Progress) -> list[Measured]:
     """Return measurements of the disk alone, of staging, of saving with all files synced, and of loading with every
-    byte verified. Nothing is left in ``directory``, also after an error or a cancel. Raises ``InvalidOptionError``,
-    ``NoSpaceError``, and the errors of saving."""
+    byte verified. They take turns, so that a disk that becomes slower is slower for all. Nothing is left in
+    ``directory``. Raises ``NoSpaceError``, and the errors of saving."""
     nbytes = nbytes // _BLOCK_BYTES * _BLOCK_BYTES
-    if nbytes < _LEAST_BYTES:
-        raise InvalidOptionError(f"--mib has to be at least {_LEAST_BYTES >> 20}")
     if shutil.disk_usage(directory).free < 3 * nbytes:
         raise NoSpaceError(28, f"three times {nbytes >> 20} MiB have to be free", directory)
-    place = Path(tempfile.mkdtemp(prefix=".sidestream-bench-", dir=directory))
-    try:
-        return await _Bench(place, nbytes, progress).run()
-    finally:
-        await run_shielded(lambda: io_threads().run(shutil.rmtree, place))
+    with tempfile.TemporaryDirectory(prefix=".sidestream-bench-", dir=directory) as place:
+        return _Bench(Path(place), nbytes).run(progress)
 
 
 class _Bench:
-    def __init__(self, place: Path, nbytes: int, progress: Progress) -> None:
-        self._place, self._nbytes, self._progress = place, nbytes, progress
-        self._path = place / "plain"
+    def __init__(self, place: Path, nbytes: int) -> None:
+        self._plain, self._saved, self._nbytes = place / "plain", place / "saved", nbytes
         count = nbytes // _TENSORS // 4
         self._state = {f"t{number}": torch.full((count,), float(number)) for number in range(_TENSORS)}
-        self._done = 0
+        self._target = {name: torch.empty_like(tensor) for name, tensor in self._state.items()}
 
-    async def run(self) -> list[Measured]:
-        self._progress(0, 5 * _ROUNDS * self._nbytes)
-        written = await self._best(lambda _: self._disk(os.pwritev, os.O_WRONLY | os.O_CREAT))
-        read = await self._best(lambda _: self._disk(os.preadv, os.O_RDONLY))
-        self._path.unlink()
-        async with AsyncStager() as stager:
-            staged = await self._best(lambda _: self._stage(stager))
-            saved = await self._best(lambda number: self._save(stager, number))
-        loaded = await self._best(lambda _: self._load())
-        return [
-            self._row("disk: direct writes, synced", written, None),
-            self._row("disk: direct reads", read, None),
-            self._row("stage", staged, None),
-            self._row("save", saved, written),
-            self._row("load, verified", loaded, read),
-        ]
+    def run(self, progress: Progress) -> list[Measured]:
+        with closing(AsyncStager()) as stager:
+            best = self._best(stager, progress)
+        disk = {"save": "disk: direct writes, synced", "load, verified": "disk: direct reads"}
+        return [self._row(what, seconds, best.get(disk.get(what, ""))) for what, seconds in best.items()]
 
-    async def _best(self, work: Callable[[int], Coroutine[Any, Any, float]]) -> float:
-        best = float("inf")
+    def _best(self, stager: AsyncStager, progress: Progress) -> dict[str, float]:
+        works: dict[str, Callable[[], object]] = {
+            "disk: direct writes, synced": lambda: self._disk(os.pwritev, os.O_WRONLY | os.O_CREAT),
+            "disk: direct reads": lambda: self._disk(os.preadv, os.O_RDONLY),
+            "stage": lambda: stager.stage(self._state).result().release(),
+            "save": lambda: blocking.save(self._state, self._saved, stager=stager),
+            "load, verified": lambda: blocking.load(self._target, self._saved),
+        }
+        best = dict.fromkeys(works, math.inf)
         for number in range(_ROUNDS):
-            best = min(best, await work(number))
-            self._done += self._nbytes
-            self._progress(self._done, 5 * _ROUNDS * self._nbytes)
+            for turn, (what, work) in enumerate(works.items()):
+                progress((number * len(works) + turn) * self._nbytes, _ROUNDS * len(works) * self._nbytes)
+                best[what] = min(best[what], _seconds(work))
+                _forget(self._saved)
+            self._plain.unlink()
+            shutil.rmtree(self._saved)
         return best
 
     def _row(self, what: str, seconds: float, disk_s: float | None) -> Measured:
         share = None if disk_s is None else disk_s / seconds
         return Measured(what, self._nbytes, seconds, self._nbytes / seconds / (1 << 30), share, _ROUNDS)
 
-    async def _disk(self, move: Callable[[int, list[mmap.mmap], int], int], flags: int) -> float:
+    def _disk(self, move: Callable[[int, list[mmap.mmap], int], int], flags: int) -> None:
         """Move blocks of 16 MiB in four threads, with direct I/O if the file system supports it."""
+        descriptor = _open_direct(self._plain, flags)
+        try:
+            if flags & os.O_CREAT and hasattr(os, "posix_fallocate"):  # as a save does
+                os.posix_fallocate(descriptor, 0, self._nbytes)
+            with ThreadPoolExecutor(_THREADS) as threads:
+                list(threads.map(lambda lane: _lane(descriptor, lane, self._nbytes, move), range(_THREADS)))
+            if flags & os.O_CREAT:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
-        def work() -> float:
-            descriptor = _open_direct(self._path, flags)
-            threads = Threads("sidestream-bench", _THREADS)
-            try:
-                before = time.perf_counter()
-                lanes = [threads.submit(_lane, descriptor, lane, self._nbytes, move) for lane in range(_THREADS)]
-                for lane in lanes:
-                    lane.result()
-                if flags & os.O_CREAT:
-                    os.fsync(descriptor)
-                return time.perf_counter() - before
-            finally:
-                threads.close()
-                os.close(descriptor)
 
-        return await io_threads().run(work)
-
-    async def _stage(self, stager: AsyncStager) -> float:
-        before = time.perf_counter()
-        staged = await stager.stage(self._state)
-        seconds = time.perf_counter() - before
-        staged.release()
-        return seconds
-
-    async def _save(self, stager: AsyncStager, number: int) -> float:
-        target = self._place / "saved"
-        await io_threads().run(lambda: shutil.rmtree(target, ignore_errors=True))
-        before = time.perf_counter()
-        await save(self._state, target, stager=stager)
-        return time.perf_counter() - before
-
-    async def _load(self) -> float:
-        target = {name: torch.empty_like(tensor) for name, tensor in self._state.items()}
-        await io_threads().run(_forget, self._place / "saved")
-        await asyncio.sleep(0)
-        before = time.perf_counter()
-        await load(target, self._place / "saved")
-        return time.perf_counter() - before
+def _seconds(work: Callable[[], object]) -> float:
+    before = time.perf_counter()
+    work()
+    return time.perf_counter() - before
 
 
 def _open_direct(path: Path, flags: int) -> int:
@@ -156,6 +124,6 @@ def _forget(directory: Path) -> None:
     """Drop the files of ``directory`` from the page cache, as far as the system allows."""
     if not hasattr(os, "posix_fadvise"):
         return
-    for path in directory.iterdir():
+    for path in directory.glob("*"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import mmap
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +26,7 @@ from _s3_server import KEY, SECRET, serving
 from safetensors.torch import load_file
 
 import sidestream
+from sidestream._staging.runtime import CudaRuntime
 from sidestream_cli import machine
 
 # A shell in the background ignores Ctrl-C for all that it starts.
@@ -68,7 +72,9 @@ def test_verify_of_a_run(tmp_path: Path) -> None:
     assert "step-3: ok\n" in shown
     found = json.loads(sidestream_("verify", tmp_path, "--all", "--json", code=1))
     assert [(one["name"], one["ok"]) for one in found] == [("step-1", False), ("step-2", False), ("step-3", True)]
-    assert "a run with 3 steps" in sidestream_("verify", tmp_path, code=2)
+    shown = sidestream_("verify", tmp_path, code=2)
+    assert "a run with 3 steps" in shown
+    assert "--all verifies each step" in shown
 
 
 def test_ls_and_info_show_when_and_what_was_noted(tmp_path: Path) -> None:
@@ -83,6 +89,11 @@ def test_ls_and_info_show_when_and_what_was_noted(tmp_path: Path) -> None:
         assert "loss" in shown
         assert "notes.txt" in shown
     assert "0.25" in sidestream_("info", tmp_path / "step-1", "--values")
+    told = json.loads(sidestream_("info", tmp_path / "step-1", "--values", "--json"))
+    assert (told["step"], told["saved_at"], told["metadata"]) == (1, listed["saved_at"], {"loss": 0.5})
+    assert told["files"] == {"notes.txt": 3}
+    assert [(one["name"], one.get("value")) for one in told["entries"]] == [("w", None), ("lr", "0.25")]
+    assert json.loads(sidestream_("info", tmp_path / "step-1", "*.yaml", "--files", "--json")) == {}
     assert json.loads(sidestream_("info", tmp_path / "step-1", "--files", "--json")) == {"notes.txt": 3}
     torch.save({"w": torch.ones(2), "lr": 0.125}, tmp_path / "file.pt")
     assert "0.125" in sidestream_("info", tmp_path / "file.pt", "--values")
@@ -96,46 +107,142 @@ def test_prune_refuses_a_metric_that_no_step_has(tmp_path: Path) -> None:
         shown = sidestream_("prune", tmp_path, "--keep-last", 1, "--keep-best", "lsos=3", *more, code=2)
         assert "no step has the metric 'lsos'" in shown
         assert "the metrics of this run are: loss" in shown
+    assert "--best-is 'median' has to be" in sidestream_(
+        "prune", tmp_path, "--keep-best", "loss", "--best-is", "median", code=2
+    )
     shown = sidestream_("prune", tmp_path, "--keep-last", 1, "--keep-best", "loss", "--dry-run")
     assert "best by loss: step 2\nwould delete step-1" in shown
     assert len(json.loads(sidestream_("ls", tmp_path, "--json"))) == 3
 
 
-def _extra(advice: str) -> str:
-    return advice.partition("sidestream[")[2].partition("]")[0]
+# --- doctor: each piece of advice is taken ---------------------------------------------------------------------------
 
 
-def test_the_advice_of_doctor_is_true(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each piece of advice, on a machine that needs all of them, is an option, an extra or a command that exists."""
-    monkeypatch.setattr(machine, "find_spec", lambda package: None)
-    monkeypatch.setattr(machine, "CRC_ENGINE", "zlib")
-    monkeypatch.setattr("resource.getrlimit", lambda which: (1 << 20, 1 << 20))
-    pages = made(tmp_path / "sys", {"kernel/mm/transparent_hugepage/enabled": "always madvise [never]"})
-    made(pages, {"kernel/mm/transparent_hugepage/shmem_enabled": "always within_size advise [never] deny force"})
-    monkeypatch.setattr(machine, "_SYSFS", pages)
-    found = {one.what: one for one in machine.machine(str(tmp_path))}
-    assert found["sidestream"].here == sidestream.__version__
-    advice = {one.advice for one in found.values() if one.advice}
-    extras = {_extra(text) for text in advice if "sidestream[" in text}
-    assert extras == {"cloud", "zstd", "digest", "signing", "watch"}
-    assert extras <= set(metadata.metadata("sidestream").get_all("Provides-Extra", []))
-    checked = {text for text in advice if "sidestream[" in text}
-    for text in advice - checked:
-        if "isal" in text:
-            assert metadata.version("isal")
-        elif "SaveOptions(streaming=True)" in text:
-            options = eval("SaveOptions(streaming=True)", {"SaveOptions": sidestream.SaveOptions})  # noqa: S307
-            sidestream.blocking.save({"w": torch.ones(3)}, tmp_path / "streamed", options=options)
-            assert sidestream.blocking.verify(tmp_path / "streamed").ok
-        elif "ulimit -l" in text:
-            subprocess.run(["bash", "-c", "ulimit -l"], check=True, stdout=subprocess.DEVNULL)
-        elif text.startswith("echo "):
-            value, path = text.removeprefix("echo ").partition(":")[0].split(" > ")
-            assert value in Path(path).read_text().split()
-        elif "sidestream bench" in text:
-            sidestream_("bench", "--help")
-        else:
-            assert text.startswith(("host memory is copied", "buffered writes are used")), "advice that nobody checks"
+def advice(root: Path, directory: Path) -> dict[str, str]:
+    return {one.what: one.advice for one in machine.machine(str(directory), root) if one.advice}
+
+
+def kernel(root: Path, *, huge_pages: str = "[never]") -> Path:
+    """What the kernel shows of a machine, in which huge pages are off."""
+    files = {"enabled": f"always madvise {huge_pages}", "shmem_enabled": f"always within_size advise {huge_pages} deny"}
+    made(root / "sys/kernel/mm/transparent_hugepage", files)
+    made(root / "proc", {"meminfo": "MemTotal: 9000000 kB\nMemAvailable: 4194304 kB"})
+    return root
+
+
+def test_the_advice_about_huge_pages(tmp_path: Path) -> None:
+    """Its commands run, and then nothing is advised any more."""
+    for what in ("huge pages", "huge pages, shared"):
+        command, _, why = advice(kernel(tmp_path), tmp_path)[what].partition(" (as root): ")
+        assert why.endswith("is mapped faster")
+        subprocess.run(["bash", "-c", command], check=True)
+        assert what not in advice(tmp_path, tmp_path)
+    assert {"huge pages", "huge pages, shared"}.isdisjoint(advice(kernel(tmp_path, huge_pages="[advise]"), tmp_path))
+
+
+def test_the_advice_about_memory(tmp_path: Path) -> None:
+    """A state is staged whole; with ``streaming=True`` it passes through 256 MiB; a stager takes another budget."""
+    told = advice(kernel(tmp_path / "root"), tmp_path)
+    assert "SaveOptions(streaming=True) takes 256 MiB" in told["free memory"]
+    assert "AsyncStager(budget_bytes=...)" in told["staging budget"]
+    state = {"w": torch.ones(80 << 20)}  # 320 MiB
+    with closing(sidestream.AsyncStager(budget_bytes=1 << 30)) as stager:
+        stager.stage(state).result().release()
+        assert (stager.statistics().budget_bytes, stager.statistics().peak_leased_bytes >> 20) == (1 << 30, 320)
+    counted = """
+import sys, torch, sidestream
+from sidestream._runtime.memory_maps import MemoryMap
+make, mapped = MemoryMap.__new__, []
+def counted(*args, **keywords):
+    mapped.append(memory := make(*args, **keywords))  # all of it, also what is free again: more than any peak
+    return memory
+MemoryMap.__new__ = counted
+sidestream.blocking.save({"w": torch.ones(80 << 20)}, sys.argv[1], options=sidestream.SaveOptions(streaming=True))
+print(sum(map(len, mapped)) >> 20)
+assert sidestream.blocking.verify(sys.argv[1]).ok
+"""
+    command = [sys.executable, "-c", counted, str(tmp_path / "streamed")]
+    done = subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    assert 0 < int(done.stdout) <= 256
+
+
+def test_the_free_memory_is_that_of_the_container(tmp_path: Path) -> None:
+    root = kernel(tmp_path)
+    assert {one.what: one.here for one in machine.machine(str(tmp_path), root)}["free memory"] == "4.0 GiB"
+    group = {
+        "memory.max": str(3 << 30),
+        "memory.current": str(2 << 30),
+        "memory.stat": f"anon 1\ninactive_file {1 << 30}",
+    }
+    made(root / "sys/fs/cgroup", group)
+    assert {one.what: one.here for one in machine.machine(str(tmp_path), root)}["free memory"] == "2.0 GiB"
+    made(root / "sys/fs/cgroup", {"memory.max": "max"})
+    assert {one.what: one.here for one in machine.machine(str(tmp_path), root)}["free memory"] == "4.0 GiB"
+    (root / "proc/meminfo").unlink()
+    assert {one.what: one.here for one in machine.machine(str(tmp_path), root)}["free memory"] == "unknown"
+
+
+def test_the_advice_about_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An extra that is said to be missing exists, and asks for a package that is not installed."""
+    requires = metadata.requires("sidestream") or []
+    extras = {extra for extra in metadata.metadata("sidestream").get_all("Provides-Extra", []) if extra != "all"}
+    found = {one.what: one for one in machine.machine(str(tmp_path))}["extras"]
+    missing = set(filter(None, found.advice.partition("[")[2].partition("]")[0].split(",")))
+    assert set(found.here.split(", ")) | missing == extras
+    monkeypatch.setattr(machine, "_is_installed", lambda package: package == "typer")
+    found = {one.what: one for one in machine.machine(str(tmp_path))}["extras"]
+    assert found.here == "none"
+    assert found.advice.startswith("for the others: pip install 'sidestream[")
+    assert set(found.advice.partition("[")[2].partition("]")[0].split(",")) == extras
+    assert all(any(f"extra == '{extra}'" in one.replace('"', "'") for one in requires) for extra in extras)
+
+
+def test_the_advice_about_checksums() -> None:
+    """Without isal it is advised, and with it the checksums are isal's."""
+    for missing, engine, said in (("isal", "zlib", "pip install isal"), ("nothing", "isal", "")):
+        program = f"""
+import json, sys
+sys.modules[{missing!r}] = None
+from sidestream_cli import machine
+print(json.dumps([[one.here, one.advice] for one in machine.machine(".") if one.what == "checksums"]))
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, timeout=300, check=True
+        )
+        ((here, told),) = json.loads(done.stdout)
+        assert here == engine
+        assert told.startswith(said)
+        assert bool(told) == bool(said)
+
+
+def test_the_advice_about_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The command runs as it is printed. Without direct I/O saves work, and with a directory that cannot be written
+    they fail, as doctor says."""
+    place = tmp_path / "with a space"
+    place.mkdir()
+    command, _, rest = advice(Path("/"), place / "not" / "yet")["free space"].partition(" measures")
+    assert (rest, shlex.split(command)[-1]) == (" the disk", str(place))
+    assert "load, verified" in sidestream_(*shlex.split(command)[1:], "--mib", "64")
+    assert list(place.iterdir()) == []
+
+    opened = os.open
+
+    def without_direct_io(path: Any, flags: int, *rest: Any, **keywords: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument", path)
+        return opened(path, flags, *rest, **keywords)
+
+    monkeypatch.setattr(os, "open", without_direct_io)
+    found = {one.what: one for one in machine.machine(str(place))}["direct I/O"]
+    assert (found.here, found.advice) == ("no", "saves write through the page cache")
+    sidestream.blocking.save({"w": torch.ones(4 << 20)}, place / "c")
+    assert sidestream.blocking.verify(place / "c").ok
+
+    (place / "file").touch()
+    found = {one.what: one for one in machine.machine(str(place / "file"))}["directory"]
+    assert (found.here, found.advice) == (f"{place}/file cannot be written: Not a directory", "saves to it fail")
+    with pytest.raises(sidestream.errors.StorageError):
+        sidestream.blocking.save({"w": torch.ones(2)}, place / "file" / "c")
 
 
 class Cuda:
@@ -150,8 +257,9 @@ class Cuda:
     def device_count(self) -> int:
         return len(self.codes)
 
-    def get_device_properties(self, index: int) -> Any:
-        return SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1A + index, pci_device_id=0)
+    def get_device_properties(self, device: torch.device) -> Any:
+        name = {"name": "a GPU", "total_memory": 80 << 30}
+        return SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1A + device.index, pci_device_id=0, **name)
 
     def device(self, index: int) -> Any:
         self.current = index
@@ -181,32 +289,45 @@ def made(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_doctor_on_a_machine_with_nodes_and_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    sysfs = made(tmp_path / "sys", {f"devices/system/node/node{node}/cpulist": "0" for node in (0, 1)})
-    made(sysfs, {f"bus/pci/devices/0000:{bus}:00.0/numa_node": node for bus, node in (("1a", "1"), ("1b", "-1"))})
-    made(sysfs, {"kernel/mm/transparent_hugepage/enabled": "always [madvise] never"})
-    cuda = Cuda(0, 0, 2)
-    monkeypatch.setattr(machine, "_SYSFS", sysfs)
+def test_the_advice_about_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Node 9 does not exist, so that memory cannot be bound to it: the processors to start on are named."""
+    cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    sysfs = made(tmp_path / "sys", {f"devices/system/node/node{node}/cpulist": cpus for node in (0, 9)})
+    made(sysfs, {f"bus/pci/devices/0000:{bus}:00.0/numa_node": node for bus, node in (("1a", "9"), ("1b", "-1"))})
+    cuda = Cuda(0, 0, 2, 801)
     monkeypatch.setattr(torch, "cuda", cuda)
-    found = {one.what: one for one in machine.machine(str(tmp_path))}
+    found = {one.what: one for one in machine.machine(str(tmp_path), tmp_path)}
     assert found["NUMA nodes"].here == "2"
-    assert (found["huge pages"].here, found["huge pages"].advice) == ("madvise", "")
-    assert (found["huge pages, shared"].here, found["huge pages, shared"].advice) == ("unknown", "")
-    assert (found["cuda:0"].here, found["cuda:0"].advice) == ("NUMA node 1, host memory can be registered", "")
-    assert found["cuda:1"].here == "NUMA node unknown, host memory can be registered"
-    assert "with numactl" in found["cuda:1"].advice
-    assert found["cuda:2"].here == "NUMA node unknown, host memory cannot be registered (out of memory)"
-    assert "memory limit of the container" in found["cuda:2"].advice
-    assert cuda.calls == [(0, "register"), (0, "unregister"), (1, "register"), (1, "unregister"), (2, "register")]
+    assert (found["huge pages"].here, found["huge pages"].advice) == ("unknown", "")
+    whole = "a GPU, 80.0 GiB, NUMA node 9, to which memory cannot be bound, host memory can be registered"
+    assert found["cuda:0"].here == whole
+    started = found["cuda:0"].advice.removeprefix("start its rank there: ")
+    subprocess.run([*shlex.split(started), sys.executable, "-c", ""], check=True)
+    assert started == f"taskset -c {cpus}"
+    assert found["cuda:1"].here == "a GPU, 80.0 GiB, NUMA node unknown, host memory can be registered"
+    assert found["cuda:1"].advice.startswith("start its rank on CPUs near it: taskset -c ")
+    assert found["cuda:2"].here.endswith("host memory cannot be registered (out of memory)")
+    assert found["cuda:2"].advice.endswith("; staging from it fails")
+    assert found["cuda:3"].advice.endswith("; copies go without it, more slowly")
+    counted = [(index, what) for index in (0, 1) for what in ("register", "unregister")]
+    assert cuda.calls == [*counted, (2, "register"), (3, "register")]
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    for index, fails in ((2, True), (3, False)):  # as the stager registers memory
+        cuda.current = index
+        with pytest.raises(sidestream.errors.SidestreamError) if fails else nullcontext():
+            assert CudaRuntime().register(address, mmap.PAGESIZE) is False
 
 
-def test_doctor_on_a_machine_with_one_node_and_without_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cuda = Cuda()
-    monkeypatch.setattr(machine, "_SYSFS", made(tmp_path / "sys", {"devices/system/node/node0/cpulist": "0"}))
-    monkeypatch.setattr(torch, "cuda", cuda)
-    found = {one.what: one for one in machine.machine(str(tmp_path))}
+def test_doctor_on_a_machine_with_one_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch, "cuda", Cuda(0))
+    made(tmp_path / "sys", {"devices/system/node/node0/cpulist": "0"})
+    found = {one.what: one for one in machine.machine(str(tmp_path), tmp_path)}
     assert found["NUMA nodes"].here == "1"
-    assert not any(what.startswith("cuda") for what in found)
+    assert (found["cuda:0"].here, found["cuda:0"].advice) == ("a GPU, 80.0 GiB, host memory can be registered", "")
+    cuda = Cuda()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    assert not any(one.what.startswith("cuda") for one in machine.machine(str(tmp_path), tmp_path))
     assert cuda.calls == []
 
 
@@ -297,8 +418,9 @@ def test_convert(run: Path, tmp_path: Path) -> None:
 
 def test_doctor_and_bench(tmp_path: Path) -> None:
     found = json.loads(sidestream_("doctor", tmp_path, "--json"))
-    assert {"torch", "checksums", "direct I/O", "locked memory"} <= {one["what"] for one in found}
-    assert {"NUMA nodes", "huge pages", "huge pages, shared"} <= {one["what"] for one in found}
+    assert found[0] == {"what": "sidestream", "here": metadata.version("sidestream"), "advice": ""}
+    shown = {"torch", "checksums", "extras", "free memory", "staging budget", "huge pages", "huge pages, shared"}
+    assert {one["what"] for one in found} >= shown | {"NUMA nodes", "accelerator", "direct I/O", "free space"}
     measured = json.loads(sidestream_("bench", tmp_path, "--mib", 64, "--json"))
     assert [one["what"] for one in measured[2:]] == ["stage", "save", "load, verified"]
     assert all(one["seconds"] > 0 and one["nbytes"] == 64 << 20 for one in measured)
@@ -364,6 +486,11 @@ def test_completion(tmp_path: Path) -> None:
         ("info a --nonsense", 2, "No such option"),
         ("prune run", 2, "--keep-last"),
         ("prune run --keep-best loss=x", 2, "METRIC=N"),
+        ("prune run --keep-best loss=0", 2, "METRIC=N"),
+        ("prune run --keep-last 0", 2, "--keep-last"),
+        ("copy a b --budget-mib 1", 2, "--budget-mib"),
+        ("doctor s3://bucket/run", 2, "a directory of this machine"),
+        ("bench s3://bucket/run", 2, "a directory of this machine"),
         ("convert a b --rename x", 2, "REGEX=REPLACEMENT"),
         ("copy a b --target-option x", 2, "KEY=VALUE"),
         ("diff a b --storage-option @nothing.json", 2, "nothing.json"),

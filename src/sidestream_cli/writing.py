@@ -32,7 +32,7 @@ from .frame import (
 if TYPE_CHECKING:
     from sidestream import Storage
 
-_BudgetMib = Annotated[int, typer.Option(help="Memory for payloads, at least 96.")]
+_BudgetMib = Annotated[int, typer.Option(min=96, help="Memory for payloads, at least 96.")]
 
 
 @app.command()
@@ -48,7 +48,7 @@ def convert(
     dtype: Annotated[
         str | None, typer.Option(help="Convert floating-point tensors to this dtype, as in bfloat16.")
     ] = None,
-    shard_mib: Annotated[int, typer.Option(help="Begin a new file above this size; 0 for one file.")] = 5 << 10,
+    shard_mib: Annotated[int, typer.Option(min=0, help="Begin a new file above this size; 0 for one file.")] = 5 << 10,
     budget_mib: _BudgetMib = 256,
     storage_option: StorageOption = None,
     target_option: TargetOption = None,
@@ -61,6 +61,7 @@ def convert(
     options: dict[str, Any] = {"format": format, "select": select, "names": _renaming(rename)}
     options |= {**_stores(storage_option, target_option, commit), "dtype": _dtype(dtype)}
     from sidestream import ConvertOptions, blocking
+    from sidestream.errors import redacted
 
     with _named_as_options("select", "dtype", names="rename"), bar("converting", as_json) as progress:
         report = blocking.convert(
@@ -77,7 +78,7 @@ def convert(
     if as_json:
         print_json(dataclasses.asdict(report))
         return 0
-    say(f"{report.url}: {len(report.tensors)} tensors, {len(report.values)} values, {size(report.nbytes)}")
+    say(f"{redacted(target)}: {len(report.tensors)} tensors, {len(report.values)} values, {size(report.nbytes)}")
     if report.unverified:
         say(f"{len(report.unverified)} of them could not be verified: the source has no checksums")
     return 0
@@ -99,6 +100,7 @@ def copy(
     visible."""
     stores = _stores(storage_option, target_option, commit)
     from sidestream import blocking
+    from sidestream.errors import redacted
 
     with bar("copying", as_json) as progress:
         report = blocking.copy(
@@ -113,7 +115,7 @@ def copy(
     if as_json:
         print_json(dataclasses.asdict(report))
         return 0
-    say(f"{report.url}: {len(report.files)} files, {size(report.nbytes)}, read back and the same")
+    say(f"{redacted(target)}: {len(report.files)} files, {size(report.nbytes)}, read back and the same")
     say(f"{len(report.verified)} verified by their writer's checksums, {len(report.unverified)} without checksum")
     return 0
 
@@ -122,9 +124,9 @@ def copy(
 @verb
 def prune(
     url: Annotated[str, typer.Argument(help="The directory of a run; a path or any URL.")],
-    keep_last: Annotated[int | None, typer.Option(help="Keep this number of the highest steps.")] = None,
+    keep_last: Annotated[int | None, typer.Option(min=1, help="Keep this number of the highest steps.")] = None,
     keep_every: Annotated[
-        int | None, typer.Option(help="Keep the first step in each span of this number of steps.")
+        int | None, typer.Option(min=1, help="Keep the first step in each span of this number of steps.")
     ] = None,
     keep_best: Annotated[
         list[str] | None, typer.Option(help="METRIC or METRIC=N: keep the N best by their metadata. May be repeated.")
@@ -136,8 +138,10 @@ def prune(
     as_json: AsJson = False,
     timeout_s: TimeoutS = 86400.0,
 ) -> int:
-    """Delete steps of a run, as its retention would: the newest step that stays is verified first, and no step in use
-    is deleted."""
+    """Delete steps of a run, as its retention would.
+
+    The newest step that stays is verified first, and no step in use is deleted. What killed writers left is deleted by a
+    Checkpointer only."""
     if keep_last is None and keep_every is None and not keep_best:
         raise UsageError("choose which steps to keep: pass --keep-last, --keep-every or --keep-best")
     best = [_metric(word) for word in keep_best or ()]
@@ -147,7 +151,8 @@ def prune(
     policies: list[Any] = [] if keep_last is None else [KeepLast(keep_last)]
     policies += [] if keep_every is None else [KeepEvery(steps=keep_every)]
     mode: Any = best_is
-    policies += [KeepBest(metric, count, mode) for metric, count in best]
+    with _named_as_options(mode="best-is"):
+        policies += [KeepBest(metric, count, mode) for metric, count in best]
     options: dict[str, Any] = {"keep": functools.reduce(or_, policies), "timeout_s": timeout_s}
     with blocking.Checkpointer(url, **options, storage=storage) as checkpoints:
         good = {metric: checkpoints.best(metric, mode) for metric, _ in best}  # refuses a metric that no step has
@@ -200,7 +205,7 @@ def _named_as_options(*keywords: str, **others: str) -> Iterator[None]:
 
 def _metric(word: str) -> tuple[str, int]:
     metric, _, count = word.partition("=")
-    if count and not (count.isascii() and count.isdigit()):
+    if count and not (count.isascii() and count.isdigit() and int(count)):
         raise UsageError("--keep-best takes METRIC or METRIC=N")
     return metric, int(count or 1)
 
