@@ -140,8 +140,8 @@ def prune(
 ) -> int:
     """Delete steps of a run, as its retention would.
 
-    The newest step that stays is verified first, and no step in use is deleted. What killed writers left is deleted by a
-    Checkpointer only."""
+    The newest step that stays is verified first, and no step in use is deleted. What killed writers left is deleted by
+    a Checkpointer only."""
     if keep_last is None and keep_every is None and not keep_best:
         raise UsageError("choose which steps to keep: pass --keep-last, --keep-every or --keep-best")
     best = [_metric(word) for word in keep_best or ()]
