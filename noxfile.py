@@ -265,6 +265,28 @@ def _azurite(session: nox.Session) -> Path:
     return folder
 
 
+INTEGRATIONS = ("lightning",)
+"""The modules of sidestream.integrations. Each has an extra of its name, tests/integrations/test_NAME*.py, and a page
+docs/integrations/NAME.md, whose blocks run, too."""
+
+
+def _integration(name: str) -> None:
+    """Define the session of one framework, which has an environment of its own."""
+
+    @nox.session(name=f"integrations-{name}", python=ONE)
+    def run(session: nox.Session) -> None:
+        _install(session, f".[{name}]", groups=("integrations",))
+        files = [str(path) for path in sorted(Path("tests", "integrations").glob(f"test_{name}*.py"))]
+        page = [f"tests/test_docs.py::test_page_runs[{name}.md]"]
+        session.run("python", "-m", "pytest", *(session.posargs or [*files, *page]))
+
+    run.__doc__ = f"Run the tests of sidestream.integrations.{name}, long forms included, and the blocks of its page."
+
+
+for _name in INTEGRATIONS:
+    _integration(_name)
+
+
 CUDA_TORCH = os.environ.get("SIDESTREAM_CUDA_TORCH", "2.13.0")
 """The release of torch for `cuda_sim`. Its build on the package index has to be one for CUDA 13."""
 
