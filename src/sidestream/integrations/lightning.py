@@ -21,7 +21,7 @@ import fsspec
 import torch
 
 from sidestream import AsyncStager, PendingSave, SaveOptions, Storage, async_save, blocking
-from sidestream.errors import CheckpointNotFoundError, InvalidOptionError, UnsafeObjectError
+from sidestream.errors import CheckpointNotFoundError, InvalidOptionError, SidestreamError, UnsafeObjectError
 
 from ._checks import Framework
 
@@ -113,6 +113,7 @@ class SidestreamCheckpointIO(_Base):
 
         Raises:
             InvalidOptionError, MissingExtraError, UnsupportedError: The call is wrong, or the storage cannot replace.
+            UnsafeObjectError, UnsupportedTensorError: The state cannot be saved. From a device, the next call raises it.
             SidestreamError: An earlier save or removal has failed. Nothing was started.
         """
         name = _name(path)
@@ -137,7 +138,12 @@ class SidestreamCheckpointIO(_Base):
             self._submit(name, partial(self._remove, [replaced], [saving]), saves=False)
         # Lightning has no place at which the sources are certain to be unchanged: callbacks and modules write averages
         # of weights after the save, and an optimizer calls ``training_step``, whose forward writes buffers.
-        self._stager.fence()
+        try:
+            self._stager.fence()
+        except SidestreamError:  # what cannot be saved is known here; the save ends with the same error, or another one
+            self._wait(self._jobs)
+            self._raise_error()
+            raise
         if os.path.basename(name).startswith("hpc_ckpt_"):  # Lightning gives the job back to SLURM next
             self._wait(self._jobs)
             self._raise_error()
