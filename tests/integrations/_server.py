@@ -1,8 +1,8 @@
 """A process that has imported a module of cases, and forks a child for each order.
 
 The import of a framework takes several seconds, and a test that kills trainers starts many of them. Orders and answers
-are lines of JSON; ``servers`` in conftest.py sends them. A child leads a process group of its own. It reports progress by
-a byte to the descriptor in ``SIDESTREAM_REPORTS``: after so many reports and a delay its whole group can be killed.
+are lines of JSON; ``servers`` in conftest.py sends them. A child leads a process group of its own. It reports progress
+by a byte to the descriptor in ``SIDESTREAM_REPORTS``: after so many reports and a delay its group can be killed.
 """
 
 from __future__ import annotations

@@ -20,9 +20,10 @@ class Server:
 
     def __init__(self, module: str) -> None:
         command = [sys.executable, "-W", "ignore", str(HERE / "_server.py"), module]
+        places = [str(HERE), str(HERE.parent)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([*places, os.environ.get("PYTHONPATH", "")])},
         )  # fmt: skip
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"

@@ -91,6 +91,7 @@ class SidestreamCheckpointIO(_Base):
         self._options = options
         self._slots = slots
         self._storage: dict[str, Any] = {"storage_options": storage_options, "storage": storage}
+        self._marked = storage is not None and storage.commit == "marker"  # where no directory can be renamed
         self._given_stager = stager
         self._stager: AsyncStager | None = None
         self._threads: ThreadPoolExecutor | None = None
@@ -127,7 +128,7 @@ class SidestreamCheckpointIO(_Base):
         pending = async_save(
             checkpoint,
             place,
-            overwrite=True,
+            overwrite=not self._marked,
             stager=self._stager,
             process_group="alone",
             options=self._options,
@@ -234,9 +235,7 @@ class SidestreamCheckpointIO(_Base):
             return name, None
         found = _versions(name)
         newest = found[-1] if found else name
-        storage = self._storage["storage"]
-        marked = storage is not None and storage.commit == "marker"
-        if not os.path.lexists(newest) or not (marked or os.path.islink(newest) or os.path.isfile(newest)):
+        if not os.path.lexists(newest) or not (self._marked or os.path.islink(newest) or os.path.isfile(newest)):
             return newest, None
         stem, suffix = os.path.splitext(name)
         return f"{stem}-r{_number(newest, name) + 1}{suffix}", newest
