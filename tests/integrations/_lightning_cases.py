@@ -70,6 +70,8 @@ def module_of(pl: Any, kind: str) -> Any:
             self.log("train.loss", loss)
             return loss
 
+        def test_step(self, batch: torch.Tensor, index: int) -> None: ...
+
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)]
@@ -178,7 +180,6 @@ def _rank(plugin: str) -> list[str]:
     for steps in (6, 12):
         model = module_of(pl, "steps")
         model.test_dataloader = model.train_dataloader
-        model.test_step = lambda batch, index: None
         trainer = trainer_of(pl, plugin, steps, 2, strategy="ddp", devices=2)
         trainer.fit(model, ckpt_path="last")
         assert trainer.global_step == steps

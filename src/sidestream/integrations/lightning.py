@@ -21,7 +21,13 @@ import fsspec
 import torch
 
 from sidestream import AsyncStager, PendingSave, SaveOptions, Storage, async_save, blocking
-from sidestream.errors import CheckpointNotFoundError, InvalidOptionError, SidestreamError, UnsafeObjectError
+from sidestream.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    InvalidOptionError,
+    SidestreamError,
+    UnsafeObjectError,
+)
 
 from ._checks import Framework
 
@@ -114,7 +120,7 @@ class SidestreamCheckpointIO(_Base):
 
         Raises:
             InvalidOptionError, MissingExtraError, UnsupportedError: The call is wrong, or the storage cannot replace.
-            UnsafeObjectError, UnsupportedTensorError: The state cannot be saved. From a device, the next call raises it.
+            UnsafeObjectError, UnsupportedTensorError: The state cannot be saved. Of a device, the next call raises it.
             SidestreamError: An earlier save or removal has failed. Nothing was started.
         """
         name = _name(path)
@@ -255,7 +261,7 @@ class SidestreamCheckpointIO(_Base):
                 continue
             try:
                 blocking.remove(place, **self._storage)
-            except CheckpointNotFoundError:  # a file or a directory of Lightning's own, or nothing
+            except (CheckpointNotFoundError, CheckpointExistsError):  # what Lightning itself has written, or nothing
                 _PLUGINS[0].TorchCheckpointIO().remove_checkpoint(place)
 
 
