@@ -51,6 +51,21 @@ def digest(value: Any) -> str:
     return found.hexdigest()
 
 
+class ByEpoch:
+    """An order that depends on the epoch alone, which Lightning sets."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(80, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+    def __len__(self) -> int:
+        return 80
+
+
 def module_of(pl: Any, kind: str) -> Any:
     """A module whose batches depend on the step alone (``"steps"``), or on a shuffled loader and on dropout."""
 
@@ -77,10 +92,13 @@ def module_of(pl: Any, kind: str) -> Any:
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)]
 
         def train_dataloader(self) -> Any:
-            rows = torch.randn(80, WIDTH, generator=torch.Generator().manual_seed(0))
-            return torch.utils.data.DataLoader(rows, batch_size=8, shuffle=kind != "steps")  # type: ignore[arg-type]
+            rows: Any = torch.randn(80, WIDTH, generator=torch.Generator().manual_seed(0))
+            if kind == "own generator":
+                own = torch.Generator()
+                return torch.utils.data.DataLoader(rows, batch_size=8, sampler=ByEpoch(), generator=own)
+            return torch.utils.data.DataLoader(rows, batch_size=8, shuffle=kind != "steps")
 
-        if kind == "random states":
+        if kind in ("random states", "own generator"):
 
             def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
                 checkpoint["random"] = sidestream.RandomState().state_dict()
@@ -113,7 +131,7 @@ def train(
     pl = ROOTS[root]
     pl.seed_everything(7, verbose=False)
     model, trainer = module_of(pl, kind), trainer_of(pl, plugin, steps, every)
-    trainer.fit(model, ckpt_path="last")
+    trainer.fit(model, ckpt_path="last", weights_only=False)
     assert trainer.global_step == steps
     return [digest(model.state_dict()), digest(trainer.optimizers[0].state_dict())]
 
