@@ -51,21 +51,6 @@ def digest(value: Any) -> str:
     return found.hexdigest()
 
 
-class ByEpoch:
-    """An order that depends on the epoch alone, which Lightning sets."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Any:
-        return iter(torch.randperm(80, generator=torch.Generator().manual_seed(self.epoch)).tolist())
-
-    def __len__(self) -> int:
-        return 80
-
-
 def module_of(pl: Any, kind: str) -> Any:
     """A module whose batches depend on the step alone (``"steps"``), or on a shuffled loader and on dropout."""
 
@@ -93,12 +78,9 @@ def module_of(pl: Any, kind: str) -> Any:
 
         def train_dataloader(self) -> Any:
             rows: Any = torch.randn(80, WIDTH, generator=torch.Generator().manual_seed(0))
-            if kind == "own generator":
-                own = torch.Generator()
-                return torch.utils.data.DataLoader(rows, batch_size=8, sampler=ByEpoch(), generator=own)
             return torch.utils.data.DataLoader(rows, batch_size=8, shuffle=kind != "steps")
 
-        if kind in ("random states", "own generator"):
+        if kind == "random states":
 
             def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
                 checkpoint["random"] = sidestream.RandomState().state_dict()
