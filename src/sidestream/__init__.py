@@ -1,8 +1,8 @@
 """Checkpoints of a PyTorch program that lives on an asyncio event loop, without stopping the loop or the model.
 
 All names are imported with the package, so that no call on a running loop has to import anything. There are
-two exceptions. ``sidestream.dcp`` needs ``torch.distributed.checkpoint``, which takes as long again as everything else.
-``sidestream.observability`` is for programs that want it.
+exceptions. ``sidestream.dcp`` needs ``torch.distributed.checkpoint``, which takes as long again as everything else.
+``sidestream.observability`` and ``sidestream.integrations`` are for programs that want them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ._load.operation import load
 from ._load.report import LoadReport, PassedOver
 from ._load.verification import Damage, VerifyReport
 from ._load.verify import verify
+from ._run.bundles import PerRank, RandomState
 from ._run.health import Health
 from ._run.retention import KeepAll, KeepBest, KeepEvery, KeepLast, Pruned, Retention, SavedStep
 from ._run.watch import Watch
@@ -48,7 +49,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from . import dcp, observability
+    from . import dcp, integrations, observability
 
 __all__ = [
     "HF",
@@ -71,7 +72,9 @@ __all__ = [
     "PassedOver",
     "PendingExport",
     "PendingSave",
+    "PerRank",
     "Pruned",
+    "RandomState",
     "Retention",
     "SaveInfo",
     "SaveOptions",
@@ -93,6 +96,7 @@ __all__ = [
     "dcp",
     "errors",
     "events",
+    "integrations",
     "load",
     "observability",
     "open_checkpoint",
@@ -108,7 +112,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("dcp", "observability"):
+    if name in ("dcp", "integrations", "observability"):
         return import_module(f".{name}", __name__)
     if name == "__version__":
         return metadata.version("sidestream")

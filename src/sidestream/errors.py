@@ -53,6 +53,7 @@ __all__ = [
     "UnexpectedKeysError",
     "UnsafeObjectError",
     "UnsupportedCheckpointError",
+    "UnsupportedError",
     "UnsupportedTensorError",
     "WriterProcessError",
     "WrongLoopError",
@@ -180,6 +181,11 @@ class MissingExtraError(SidestreamError, ImportError):
     def __init__(self, message: str, *, extra: str = ""):  # a default: errors of ranks travel as pickles
         super().__init__(message)
         self.extra = extra
+
+
+class UnsupportedError(SidestreamError, NotImplementedError):
+    """This release of a framework, or this kind of storage, lacks something that the call needs. Nothing was
+    changed."""
 
 
 class ClosedError(SidestreamError, RuntimeError):

@@ -20,6 +20,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import _bundles
 import _calls
 import _cases
 import _composites
@@ -100,7 +101,7 @@ class Group:
 def find(case: str) -> Any:
     return next(
         getattr(module, case)
-        for module in (_cases, _composites, _ends, _exports, _held, _latest, _calls, _replaced)
+        for module in (_cases, _bundles, _composites, _ends, _exports, _held, _latest, _calls, _replaced)
         if hasattr(module, case)
     )
 

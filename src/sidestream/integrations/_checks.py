@@ -1,0 +1,70 @@
+"""What a module of this package asks of its framework, when it is imported."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from sidestream.errors import MissingExtraError, UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class Framework:
+    """A framework, and the releases that were tested.
+
+    Attributes:
+        package: The distribution, as pip installs it.
+        works: The releases that work, as pip takes them: ``">=2.6,<2.7"``.
+        extra: The extra of sidestream that installs it.
+    """
+
+    package: str
+    works: str
+    extra: str
+
+    @contextmanager
+    def importing(self) -> Iterator[None]:
+        """Import what is needed of the framework in the ``with`` block.
+
+        Raises:
+            MissingExtraError: A package is not installed.
+            UnsupportedError: The framework is installed and has not one of the names.
+        """
+        try:
+            yield
+        except ImportError as error:
+            top = (error.name or self.package).partition(".")[0]
+            if type(error) is ModuleNotFoundError and error.name == top:
+                raise MissingExtraError(
+                    f'sidestream.integrations.{self.extra} needs {top}: pip install "sidestream[{self.extra}]"',
+                    extra=self.extra,
+                ) from error
+            raise self.unsupported(str(error)) from error
+
+    def check(self, owner: Any, **expected: tuple[str, ...]) -> None:
+        """Raise ``UnsupportedError`` unless ``owner``, a class or module, has the functions in ``expected``, with
+        exactly these parameters in this order, ``self`` left out."""
+        for name, parameters in expected.items():
+            function = inspect.getattr_static(owner, name, None)
+            if function is None:
+                raise self.unsupported(f"{owner.__name__} has no {name}")
+            found = tuple(one for one in inspect.signature(getattr(owner, name)).parameters if one != "self")
+            if found != parameters:
+                raise self.unsupported(
+                    f"{owner.__name__}.{name} takes ({', '.join(found)}), and not ({', '.join(parameters)})"
+                )
+
+    def unsupported(self, reason: str) -> UnsupportedError:
+        """Return the error for a release in which something is not as it is needed."""
+        try:
+            release = metadata.version(self.package)
+        except metadata.PackageNotFoundError:
+            release = "of an unknown release"
+        return UnsupportedError(
+            f"{self.package} {release}: {' '.join(reason.split())}. sidestream.integrations.{self.extra} works with "
+            f'{self.package}{self.works}: pip install "{self.package}{self.works}"'
+        )

@@ -1,0 +1,61 @@
+"""What modules of sidestream.integrations ask of their framework at import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from sidestream.errors import MissingExtraError, UnsupportedError
+from sidestream.integrations._checks import Framework
+
+PYTEST = Framework("pytest", ">=9,<10", extra="lightning")
+
+
+class Saves:
+    def save(self, state: object, path: str, *, step: int) -> None: ...
+
+    @staticmethod
+    def remove(path: str) -> None: ...
+
+
+def test_the_package_imports_no_framework() -> None:
+    frameworks = (
+        "accelerate",
+        "lightning",
+        "lightning_fabric",
+        "pytorch_lightning",
+        "ray",
+        "torchtitan",
+        "transformers",
+    )
+    code = (
+        f"import sys, sidestream; sidestream.integrations; print([one for one in {frameworks} if one in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "[]\n"
+
+
+def test_a_framework_that_is_not_installed() -> None:
+    advice = r'needs lightening: pip install "sidestream\[lightning\]"'
+    with pytest.raises(MissingExtraError, match=advice) as missing, PYTEST.importing():
+        import lightening.plugins  # noqa: F401
+    assert missing.value.extra == "lightning"
+
+
+@pytest.mark.parametrize("statement", ["from pytest import lightening", "import pytest.lightening"])
+def test_a_name_that_has_moved(statement: str) -> None:
+    advice = r'works with pytest>=9,<10: pip install "pytest>=9,<10"'
+    with pytest.raises(UnsupportedError, match=rf"pytest \d.*lightening.*{advice}"), PYTEST.importing():
+        exec(statement)
+
+
+def test_parameters_that_have_changed() -> None:
+    PYTEST.check(Saves, save=("state", "path", "step"), remove=("path",))
+    with pytest.raises(UnsupportedError, match=r"Saves.save takes \(state, path, step\), and not \(state, path\)"):
+        PYTEST.check(Saves, save=("state", "path"))
+    with pytest.raises(UnsupportedError, match="Saves has no load"):
+        PYTEST.check(Saves, load=("path",))
+    with pytest.raises(NotImplementedError):
+        PYTEST.check(pytest, missing=())
