@@ -1,0 +1,235 @@
+"""TorchTitan: ``SidestreamCheckpointManager``, a checkpoint manager for its trainer.
+
+It writes the names that TorchTitan's own manager writes, so each of them reads what the other one has saved.
+"""
+
+from __future__ import annotations
+
+import inspect
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from sidestream import AsyncStager, KeepAll, KeepLast, LoadOptions, PerRank, RandomState, SaveOptions, blocking
+from sidestream.errors import UnsupportedError
+
+from ._checks import Framework
+
+_TITAN = Framework("torchtitan", "==0.3.0", extra="torchtitan")
+_HOOKS: dict[str, tuple[str, ...]] = {
+    "_load": ("step",),
+    "_save": ("curr_step", "last_step"),
+    "_wait_for_saving": (),
+    "_maybe_wait_for_staging": (),
+    "_close": (),
+}
+
+with _TITAN.importing():
+    from torchtitan.components.checkpointer.base import (
+        DATALOADER,
+        LR_SCHEDULER,
+        MODEL,
+        OPTIMIZER,
+        BaseCheckpointManager,
+        ModelWrapper,
+    )
+    from torchtitan.config import TORCH_DTYPE_MAP
+    from torchtitan.tools import filesystem
+
+_TITAN.check(BaseCheckpointManager, **_HOOKS)
+_TITAN.check(ModelWrapper, state_dict=(), load_state_dict=("state_dict",))
+if others := sorted(inspect.getattr_static(BaseCheckpointManager, "__abstractmethods__") ^ _HOOKS.keys()):
+    raise _TITAN.unsupported(f"BaseCheckpointManager has other hooks ({', '.join(others)})")
+
+__all__ = ["SidestreamCheckpointManager"]
+
+_RANDOM = "random_state"
+_NOT_IN_OTHERS = (_RANDOM, f"{_RANDOM}.*")
+"""What this manager saves and TorchTitan's own does not."""
+
+
+class SidestreamCheckpointManager(BaseCheckpointManager):
+    """Saves and restores the training state of TorchTitan's trainer with a ``sidestream.Checkpointer``.
+
+    Name its ``Config`` as ``checkpoint=`` of the trainer's configuration, which builds it. A save returns when the
+    copies are launched, and the trainer waits for them before it changes the weights. A step is visible when it is
+    complete. The save of the last step, and ``close()``, return when everything is durable. The error of a failed save
+    is raised once, by a later save or by ``close()``.
+
+    Args:
+        config: The settings.
+        dataloader: The loader, whose position is saved. None: there is none.
+        model_parts: The parts of the model that this rank has.
+        optimizers: All optimizers.
+        lr_schedulers: All schedulers of learning rates.
+        states: What else is saved, by name: the trainer.
+        sd_adapter: Translates the names of Hugging Face, for ``initial_load_in_hf``.
+        base_folder: The directory or URL that ``config.folder`` is below.
+
+    Raises:
+        SidestreamError: The folder of the checkpoints cannot be read.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):
+        """The settings that TorchTitan has for all managers, and four of sidestream.
+
+        ``last_save_in_hf`` is not supported.
+
+        Raises:
+            UnsupportedError: ``last_save_in_hf`` is set.
+        """
+
+        slots: int = 2
+        """How many saves may be in progress at the same time. Each has host memory for the whole state."""
+
+        durability: Literal["fsync", "flush"] = "fsync"
+        """Whether an acknowledged step survives a power cut ("fsync"), or only the death of the processes ("flush")."""
+
+        writer: Literal["thread", "process"] = "thread"
+        """What writes: threads of each rank, or one more process beside each rank."""
+
+        timeout_s: float = 1800.0
+        """The limit of a save, and of a load, in seconds."""
+
+        def __post_init__(self) -> None:
+            BaseCheckpointManager.Config.__post_init__(self)
+            if self.last_save_in_hf:
+                raise UnsupportedError(
+                    "SidestreamCheckpointManager writes no Hugging Face files, as last_save_in_hf asks: leave it out, "
+                    "and convert the last step with TorchTitan's scripts/checkpoint_conversion/convert_to_hf.py"
+                )
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: list[torch.nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        sd_adapter: Any,
+        base_folder: str = "",
+    ) -> None:
+        self.enable: bool = config.enable
+        if not self.enable:
+            return
+        self.config = config
+        self.folder: str = filesystem.join(base_folder, config.folder)
+        self.states = states
+        self.states.update(
+            {
+                MODEL: ModelWrapper(model_parts),
+                OPTIMIZER: optimizers,
+                DATALOADER: dataloader,
+                LR_SCHEDULER: lr_schedulers,
+                _RANDOM: PerRank(RandomState(), on_resize="skip"),
+            }
+        )
+        self.sd_adapter = sd_adapter
+        self.save_future: Future[Any] | None = None
+        self._options = SaveOptions(durability=config.durability, writer=config.writer, timeout_s=config.timeout_s)
+        self._stager = AsyncStager(timeout_s=config.timeout_s)
+        self._checkpoints = self._opened()
+
+    @blocking.stopping_the_loop()
+    def _opened(self) -> blocking.Checkpointer:
+        kept = self.config.keep_latest_k
+        return blocking.Checkpointer(
+            self.folder,
+            keep=KeepLast(kept) if kept else KeepAll(),
+            slots=self.config.slots,
+            stager=self._stager,
+            save=self._options,
+            load=LoadOptions(timeout_s=self.config.timeout_s),
+        )
+
+    # --- saving ---
+
+    @torch.no_grad()
+    @blocking.stopping_the_loop()
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        if not self._is_due(curr_step, last_step):
+            return False
+        if not last_step:
+            self.save_future = self._checkpoints.async_save(self._state(), step=curr_step)
+            return True
+        if self.config.last_save_model_only:
+            options = replace(self._options, dtype=TORCH_DTYPE_MAP[self.config.export_dtype])
+            self._checkpoints.save(self._state(model_only=True), step=curr_step, options=options)
+        else:
+            self._checkpoints.save(self._state(), step=curr_step)
+        return True
+
+    def _is_due(self, step: int, last_step: bool) -> bool:
+        if self.config.load_only:
+            return False
+        first = step == 1 and self.config.enable_first_step_checkpoint
+        return last_step or first or step % self.config.interval == 0
+
+    def _state(self, *, model_only: bool = False, excluded: tuple[str, ...] = ()) -> dict[str, Any]:
+        """Return what is saved or loaded: the model's tensors by their names, without a prefix, and the other states
+        by theirs."""
+        others = {} if model_only else {name: one for name, one in self.states.items() if name not in excluded}
+        others.pop(MODEL, None)
+        return {**others, **self.states[MODEL].state_dict()}
+
+    def _maybe_wait_for_staging(self) -> None:
+        self._stager.fence()
+
+    def _wait_for_saving(self) -> None:
+        saving, self.save_future = self.save_future, None
+        if saving is not None:
+            saving.result()
+
+    # --- loading ---
+
+    @torch.no_grad()
+    @blocking.stopping_the_loop()
+    def _load(self, step: int = -1) -> bool:
+        if unknown := sorted(set(self.config.exclude_from_loading) - self.states.keys()):
+            raise ValueError(f"exclude_from_loading names {', '.join(unknown)}, and there are {', '.join(self.states)}")
+        found = self._checkpoints.latest() if step == -1 else step
+        if found is None:
+            return self._load_initial()
+        # Step 0 is a seed: the weights and nothing else.
+        state = self._state(model_only=found == 0, excluded=tuple(self.config.exclude_from_loading))
+        if step == -1:
+            self._checkpoints.restore(state, fallback="older", allow_missing=_NOT_IN_OTHERS)
+        else:
+            self._checkpoints.restore(state, step=step, allow_missing=_NOT_IN_OTHERS)
+        self.states[MODEL].load_state_dict(state)
+        return True
+
+    def _load_initial(self) -> bool:
+        """Load what a run without a step begins with. Return False if there is nothing to load."""
+        path, model = self.config.initial_load_path, self.states[MODEL]
+        if self.config.initial_load_in_hf:
+            weights = self.sd_adapter.to_hf(model.state_dict())
+            reader = self.sd_adapter.get_hf_storage_reader(
+                path or self.sd_adapter.hf_assets_path, self.config.initial_load_in_hf_quantized
+            )
+            dcp.load(weights, storage_reader=reader)
+            model.load_state_dict(self.sd_adapter.from_hf(weights))
+            return True
+        if not path:
+            return False
+        state = self._state(
+            model_only=self.config.initial_load_model_only, excluded=tuple(self.config.exclude_from_loading)
+        )
+        blocking.load(state, path, allow_missing=_NOT_IN_OTHERS, options=LoadOptions(timeout_s=self.config.timeout_s))
+        model.load_state_dict(state)
+        return True
+
+    # --- the end ---
+
+    @blocking.stopping_the_loop()
+    def _close(self) -> None:
+        try:
+            self._checkpoints.close()
+        finally:
+            self._stager.close()
