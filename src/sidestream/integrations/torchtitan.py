@@ -6,14 +6,23 @@ It writes the names that TorchTitan's own manager writes, so each of them reads 
 from __future__ import annotations
 
 import inspect
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
-from sidestream import AsyncStager, KeepAll, KeepLast, LoadOptions, PerRank, RandomState, SaveOptions, blocking
+from sidestream import (
+    AsyncStager,
+    KeepAll,
+    KeepLast,
+    LoadOptions,
+    PendingSave,
+    PerRank,
+    RandomState,
+    SaveOptions,
+    blocking,
+)
 from sidestream.errors import UnsupportedError
 
 from ._checks import Framework
@@ -131,7 +140,7 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
             }
         )
         self.sd_adapter = sd_adapter
-        self.save_future: Future[Any] | None = None
+        self.save_future: PendingSave | None = None
         self._options = SaveOptions(durability=config.durability, writer=config.writer, timeout_s=config.timeout_s)
         self._stager = AsyncStager(timeout_s=config.timeout_s)
         self._checkpoints = self._opened()
@@ -213,7 +222,7 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
             reader = self.sd_adapter.get_hf_storage_reader(
                 path or self.sd_adapter.hf_assets_path, self.config.initial_load_in_hf_quantized
             )
-            dcp.load(weights, storage_reader=reader)
+            stock_load(weights, storage_reader=reader)
             model.load_state_dict(self.sd_adapter.from_hf(weights))
             return True
         if not path:
