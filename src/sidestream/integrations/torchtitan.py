@@ -6,6 +6,7 @@ It writes the names that TorchTitan's own manager writes, so each of them reads 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -58,6 +59,24 @@ __all__ = ["SidestreamCheckpointManager"]
 _RANDOM = "random_state"
 _NOT_IN_OTHERS = (_RANDOM, f"{_RANDOM}.*")
 """What this manager saves and TorchTitan's own does not."""
+
+
+class _RestoredLast:
+    """The random states of this process, which are set when everything else has been restored."""
+
+    def __init__(self) -> None:
+        self._random = RandomState()
+        self._restored: Mapping[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._random.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._restored = state_dict
+
+    def set(self) -> None:
+        if self._restored is not None:
+            self._random.load_state_dict(self._restored)
 
 
 class SidestreamCheckpointManager(BaseCheckpointManager):
@@ -130,13 +149,14 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
         self.config = config
         self.folder: str = filesystem.join(base_folder, config.folder)
         self.states = states
+        self._random = _RestoredLast()
         self.states.update(
             {
                 MODEL: ModelWrapper(model_parts),
                 OPTIMIZER: optimizers,
                 DATALOADER: dataloader,
                 LR_SCHEDULER: lr_schedulers,
-                _RANDOM: PerRank(RandomState(), on_resize="skip"),
+                _RANDOM: PerRank(self._random, on_resize="skip"),
             }
         )
         self.sd_adapter = sd_adapter
@@ -212,6 +232,9 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
         else:
             self._checkpoints.restore(state, step=step, allow_missing=_NOT_IN_OTHERS)
         self.states[MODEL].load_state_dict(state)
+        if (loader := self.states[DATALOADER]) is not None:
+            loader.state_dict()  # makes the iterator that the trainer will use, and that draws a random number
+        self._random.set()
         return True
 
     def _load_initial(self) -> bool:
