@@ -34,9 +34,7 @@ from sidestream.integrations.ray import _checkpoint, _name_below
 def cluster() -> Iterator[None]:
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "300", "OMP_NUM_THREADS": "1"}
     paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ray.init(
-        num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": paths}}
-    )
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": paths}})
     yield
     ray.shutdown()
 
@@ -48,7 +46,9 @@ def fit(work: Callable[[dict[str, Any]], None], folder: Path, name: str, **confi
         train_loop_config={"result": str(folder / f"{name}.result"), **config},
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(
-            storage_path=str(folder), name=name, failure_config=FailureConfig(max_failures=-1 if "lives" in config else 0)
+            storage_path=str(folder),
+            name=name,
+            failure_config=FailureConfig(max_failures=-1 if "lives" in config else 0),
         ),
     ).fit()
 

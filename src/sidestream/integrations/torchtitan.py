@@ -72,7 +72,8 @@ class _RestoredLast:
         return self._random.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._restored = state_dict
+        if "torch" in state_dict:  # TorchTitan's own manager saves no random states
+            self._restored = state_dict
 
     def set(self) -> None:
         if self._restored is not None:
@@ -225,12 +226,10 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
         found = self._checkpoints.latest() if step == -1 else step
         if found is None:
             return self._load_initial()
-        # Step 0 is a seed: the weights and nothing else.
-        state = self._state(model_only=found == 0, excluded=tuple(self.config.exclude_from_loading))
-        if step == -1:
-            self._checkpoints.restore(state, fallback="older", allow_missing=_NOT_IN_OTHERS)
-        else:
-            self._checkpoints.restore(state, step=step, allow_missing=_NOT_IN_OTHERS)
+        seed = found == 0  # it has the weights and nothing else
+        state = self._state(model_only=seed, excluded=tuple(self.config.exclude_from_loading))
+        which: Any = {"fallback": "older"} if step == -1 else {"step": step}
+        self._checkpoints.restore(state, **which, allow_missing=_NOT_IN_OTHERS, allow_cast=seed)
         self.states[MODEL].load_state_dict(state)
         if (loader := self.states[DATALOADER]) is not None:
             loader.state_dict()  # makes the iterator that the trainer will use, and that draws a random number
