@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,7 +18,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("ray.train")
-pytestmark = pytest.mark.filterwarnings("default")  # those of Ray
 
 import ray
 import ray_program
@@ -28,6 +28,8 @@ from ray.train.torch import TorchTrainer
 from sidestream import blocking
 from sidestream.errors import InvalidOptionError
 from sidestream.integrations.ray import _checkpoint, _name_below
+
+pytestmark = pytest.mark.filterwarnings("default")  # those of Ray
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -167,8 +169,6 @@ def test_an_older_release_is_refused() -> None:
         "ray.train.report = lambda metrics, *, checkpoint=None, checkpoint_dir_name=None: None\n"
         "import sidestream.integrations.ray"
     )
-    import subprocess
-
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert "UnsupportedError: ray 2.60" in done.stderr
     assert 'pip install "ray>=2.60,<2.61"' in done.stderr

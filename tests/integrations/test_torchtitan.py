@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import socket
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +20,26 @@ from lives import Life, Program
 from sidestream import blocking
 
 PROGRAM = Path(__file__).parent / "torchtitan_program.py"
-WORDS = "the model saves its state and the loop goes on while threads write the files of a step".split()
+WORDS = [
+    "the",
+    "model",
+    "saves",
+    "its",
+    "state",
+    "and",
+    "the",
+    "loop",
+    "goes",
+    "on",
+    "while",
+    "threads",
+    "write",
+    "the",
+    "files",
+    "of",
+    "a",
+    "step",
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,35 +59,27 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Ranks:
-    """The programs of two ranks, and the runs that they make."""
+    """A program whose children are two ranks, and the runs that they make."""
 
-    def __init__(self, programs: list[Program], assets: Path, folder: Path) -> None:
-        self._programs = programs
+    def __init__(self, program: Program, assets: Path, folder: Path) -> None:
+        self.program = program
         self._assets = assets
         self.folder = folder
 
-    def begin(self, name: str, *, ranks: int = 2, **request: Any) -> list[Life]:
+    def begin(self, name: str, **request: Any) -> Life:
         """Begin to train in the directory ``name``."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        return [
-            program.life(
-                rank=rank, world_size=ranks, port=port, folder=str(self.folder / name), assets=str(self._assets),
-                result=str(self.folder / f"{name}.{rank}"), **{"manager": "sidestream", **request},
-            )
-            for rank, program in enumerate(self._programs[:ranks])
-        ]  # fmt: skip
+        paths = {"folder": self.folder / name, "result": self.folder / f"{name}.result", "assets": self._assets}
+        given = {"world": 2, "manager": "sidestream", **request}
+        return self.program.life(**{key: str(path) for key, path in paths.items()}, **given)
 
     def train(self, name: str, **request: Any) -> list[str]:
         """Train to the end, and return what rank 0 said."""
-        lives = self.begin(name, **request)
-        for life in lives:
-            life.end()
-        return lives[0].said
+        life = self.begin(name, **request)
+        life.end()
+        return life.said
 
-    def results(self, name: str, *, ranks: int = 2) -> list[dict[str, Any]]:
-        return [json.loads((self.folder / f"{name}.{rank}").read_text()) for rank in range(ranks)]
+    def results(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads((self.folder / f"{name}.result.{rank}").read_text()) for rank in range(2)]
 
     def steps(self, name: str) -> list[int]:
         with blocking.Checkpointer(self.folder / name / "checkpoint", process_group="alone") as checkpoints:
@@ -76,14 +87,14 @@ class Ranks:
 
 
 @pytest.fixture(scope="module")
-def programs() -> Iterator[list[Program]]:
-    with Program(PROGRAM) as first, Program(PROGRAM) as second:
-        yield [first, second]
+def program() -> Iterator[Program]:
+    with Program(PROGRAM) as program:
+        yield program
 
 
 @pytest.fixture
-def ranks(programs: list[Program], assets: Path, tmp_path: Path) -> Ranks:
-    return Ranks(programs, assets, tmp_path)
+def ranks(program: Program, assets: Path, tmp_path: Path) -> Ranks:
+    return Ranks(program, assets, tmp_path)
 
 
 def test_a_run_in_two_parts_ends_as_a_whole_one(ranks: Ranks) -> None:
@@ -105,18 +116,17 @@ def test_killed_in_a_save(kills: int, ranks: Ranks) -> None:
     ranks.train("whole", steps=steps)
     saved: list[int] = []
     for _ in range(kills):
-        lives = ranks.begin("killed", steps=steps, keep_latest_k=2)
+        life = ranks.begin("killed", steps=steps, keep_latest_k=2)
         if saved:
-            assert lives[0].until("restored") == f"restored {saved[-1]}"
+            assert life.until("restored") == f"restored {saved[-1]}"
         for _ in range(chance.randint(1, 3)):
-            lives[0].until("saving")
+            life.until("saving")
         time.sleep(chance.uniform(0, 0.25))  # a save takes about as long
-        victims = chance.choice([lives, lives[:1], lives[1:]])
-        for life in victims:
-            life.kill()
-        for life in lives:
-            if life not in victims:
-                life.gone()  # without the other rank it fails
+        victims = chance.choice([life.pids, life.pids[:1], life.pids[1:]])
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        while ranks.program.line() != "gone":  # the other rank fails
+            pass
         saved = ranks.steps("killed")
         print("killed", len(victims), "of the ranks,", saved)
         for step in saved:

@@ -168,9 +168,9 @@ def test_the_last_step_has_the_model_only(tmp_path: Path) -> None:
     trainer.train(1, last_step=True)
     trainer.checkpointer.close()
     checkpoint = blocking.open_checkpoint(tmp_path / "checkpoint" / "step-1")
-    assert {name: checkpoint.info(name).dtype for name in checkpoint} == {
-        name: torch.bfloat16 for name in trainer.model.state_dict()
-    }
+    assert {name: checkpoint.info(name).dtype for name in checkpoint} == dict.fromkeys(
+        trainer.model.state_dict(), torch.bfloat16
+    )
     again = Trainer(tmp_path, seed=1).build()
     with pytest.raises(StateMismatchError, match="optimizer"):
         again.checkpointer.load()

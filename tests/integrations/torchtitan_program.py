@@ -1,3 +1,4 @@
+# ruff: noqa: E402  TorchTitan's device is changed before the rest of it is imported
 """Trains a small Llama with TorchTitan's trainer on the CPU, in a forked process for each request.
 
 TorchTitan 0.3.0 is made for GPUs and for a nightly build of torch. ``on_the_cpu`` has all that is changed here so that
@@ -97,11 +98,9 @@ def llama(folder: str, assets: str, steps: int, manager: str, noise: bool = Fals
 
 
 def train(request: dict[str, Any]) -> None:
-    """Train, tell on the standard output what happens, and write a digest of the state of this rank."""
-    rank, world_size, port = request.pop("rank"), request.pop("world_size"), request.pop("port")
-    result, stop_at = Path(request.pop("result")), request.pop("stop_at", None)
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1")
+    """Train, and write a digest of the state of this rank. Rank 0 tells on the standard output what happens."""
+    rank, _ = os.environ["RANK"], request.pop("world")
+    result, stop_at = Path(request.pop("result") + "." + rank), request.pop("stop_at", None)
     trainer = llama(**request).build()
     for part in trainer.model_parts:
         for module in part.modules():
@@ -117,6 +116,8 @@ def train(request: dict[str, Any]) -> None:
 
 
 def _tell(event: events.Event) -> None:
+    if os.environ["RANK"] != "0":
+        return
     if isinstance(event, events.SaveStarted):
         say(f"saving {event.save.step}")
     if isinstance(event, events.LoadApplied):
@@ -130,8 +131,10 @@ def digest(trainer: Trainer) -> str:
     for name, value in sorted({**model, **trainer.optimizers.state_dict()}.items()):
         if isinstance(value, torch.Tensor):
             local = value.to_local() if hasattr(value, "to_local") else value
-            value = local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        found.update(f"{name}: {value!r}".encode())
+            found.update(local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            found.update(repr(value).encode())
+        found.update(name.encode())
     return found.hexdigest()
 
 

@@ -249,10 +249,10 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
             return True
         if not path:
             return False
-        state = self._state(
-            model_only=self.config.initial_load_model_only, excluded=tuple(self.config.exclude_from_loading)
-        )
-        blocking.load(state, path, allow_missing=_NOT_IN_OTHERS, options=LoadOptions(timeout_s=self.config.timeout_s))
+        model_only = self.config.initial_load_model_only
+        state = self._state(model_only=model_only, excluded=tuple(self.config.exclude_from_loading))
+        options = LoadOptions(timeout_s=self.config.timeout_s)
+        blocking.load(state, path, allow_missing=_NOT_IN_OTHERS, allow_cast=model_only, options=options)
         model.load_state_dict(state)
         return True
 
