@@ -28,8 +28,7 @@ def serve(work: Callable[[dict[str, Any]], None]) -> None:
         children = [_fork(work, request, rank, world, port) for rank in range(world)]
         say(f"pids {' '.join(map(str, children))}")
         for child in children:
-            _, status = os.waitpid(child, 0)
-            print(f"child {child} ended with", os.waitstatus_to_exitcode(status), file=sys.stderr, flush=True)
+            os.waitpid(child, 0)
         say("gone")
 
 
@@ -96,7 +95,7 @@ class Life:
     def __init__(self, program: Program) -> None:
         self._program = program
         self.said: list[str] = []
-        self.pids = [int(one) for one in self.until("pids").split()[1:]]
+        self._pids = [int(one) for one in self.until("pids").split()[1:]]
 
     def until(self, word: str) -> str:
         """Read lines up to the first that begins with ``word``."""
@@ -111,12 +110,12 @@ class Life:
             assert not line.startswith(("failed", "gone")), self.said
 
     def kill(self) -> None:
-        for pid in self.pids:
+        for pid in self._pids:
             os.kill(pid, signal.SIGKILL)
         self.until("gone")
 
     def end(self) -> None:
         """Wait until all of them have ended by themselves."""
-        for _ in self.pids:
+        for _ in self._pids:
             self.until("ended")
         self.until("gone")

@@ -122,7 +122,7 @@ def test_killed_in_a_save(kills: int, ranks: Ranks) -> None:
         for _ in range(chance.randint(1, 3)):
             life.until("saving")
         time.sleep(chance.uniform(0, 0.25))  # a save takes about as long
-        victims = chance.choice([life.pids, life.pids[:1], life.pids[1:]])
+        victims = chance.choice([life._pids, life._pids[:1], life._pids[1:]])
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
         while ranks.program.line() != "gone":  # the other rank fails

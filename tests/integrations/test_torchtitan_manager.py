@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ pytest.importorskip("torchtitan")
 
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.config import ConfigManager
+from torchtitan.trainer import Trainer as TitanTrainer
 
 import sidestream
 from sidestream import blocking
@@ -247,6 +250,17 @@ async def test_on_a_loop(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path).build()
     assert trainer.checkpointer.load(step=2)
     trainer.checkpointer.close()
+
+
+def test_the_flags_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration is that of a function in a module of the user's own."""
+    config = TitanTrainer.Config(checkpoint=SidestreamCheckpointManager.Config(enable=True, interval=500))
+    monkeypatch.setitem(sys.modules, "my_configs", SimpleNamespace(mine=lambda: config))
+    flags = ["--checkpoint.interval=100", "--checkpoint.durability=flush", "--checkpoint.slots=3"]
+    parsed = ConfigManager().parse_args(["--module", "my_configs", "--config", "mine", *flags])
+    assert parsed.checkpoint == SidestreamCheckpointManager.Config(
+        enable=True, interval=100, durability="flush", slots=3
+    )
 
 
 def test_huggingface_files_are_refused() -> None:
