@@ -17,8 +17,6 @@ pytest.importorskip("torchtitan")
 
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-from torchtitan.config import ConfigManager
-from torchtitan.trainer import Trainer as TitanTrainer
 
 import sidestream
 from sidestream import blocking
@@ -254,6 +252,9 @@ async def test_on_a_loop(tmp_path: Path) -> None:
 
 def test_the_flags_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """The configuration is that of a function in a module of the user's own."""
+    from torchtitan.config import ConfigManager
+    from torchtitan.trainer import Trainer as TitanTrainer  # it imports compilers, and they warn
+
     config = TitanTrainer.Config(checkpoint=SidestreamCheckpointManager.Config(enable=True, interval=500))
     monkeypatch.setitem(sys.modules, "my_configs", SimpleNamespace(mine=lambda: config))
     flags = ["--checkpoint.interval=100", "--checkpoint.durability=flush", "--checkpoint.slots=3"]
