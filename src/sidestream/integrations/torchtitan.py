@@ -13,17 +13,8 @@ from typing import Any, Literal
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
-from sidestream import (
-    AsyncStager,
-    KeepAll,
-    KeepLast,
-    LoadOptions,
-    PendingSave,
-    PerRank,
-    RandomState,
-    SaveOptions,
-    blocking,
-)
+import sidestream
+from sidestream import blocking
 from sidestream.errors import UnsupportedError
 
 from ._checks import Framework
@@ -38,14 +29,8 @@ _HOOKS: dict[str, tuple[str, ...]] = {
 }
 
 with _TITAN.importing():
-    from torchtitan.components.checkpointer.base import (
-        DATALOADER,
-        LR_SCHEDULER,
-        MODEL,
-        OPTIMIZER,
-        BaseCheckpointManager,
-        ModelWrapper,
-    )
+    from torchtitan.components.checkpointer import BaseCheckpointManager, ModelWrapper
+    from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER
     from torchtitan.config import TORCH_DTYPE_MAP
     from torchtitan.tools import filesystem
 
@@ -62,22 +47,16 @@ _NOT_IN_OTHERS = (_RANDOM, f"{_RANDOM}.*")
 
 
 class _RestoredLast:
-    """The random states of this process, which are set when everything else has been restored."""
+    """The random states of this process. A load keeps them, and they are set when everything else is restored."""
 
     def __init__(self) -> None:
-        self._random = RandomState()
-        self._restored: Mapping[str, Any] | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._random.state_dict()
+        random = sidestream.RandomState()
+        self.state_dict, self.set = random.state_dict, random.load_state_dict
+        self.restored: Mapping[str, Any] | None = None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         if "torch" in state_dict:  # TorchTitan's own manager saves no random states
-            self._restored = state_dict
-
-    def set(self) -> None:
-        if self._restored is not None:
-            self._random.load_state_dict(self._restored)
+            self.restored = state_dict
 
 
 class SidestreamCheckpointManager(BaseCheckpointManager):
@@ -132,6 +111,7 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
                     "and convert the last step with TorchTitan's scripts/checkpoint_conversion/convert_to_hf.py"
                 )
 
+    @blocking.stopping_the_loop()
     def __init__(
         self,
         config: Config,
@@ -149,33 +129,28 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
             return
         self.config = config
         self.folder: str = filesystem.join(base_folder, config.folder)
-        self.states = states
         self._random = _RestoredLast()
-        self.states.update(
-            {
-                MODEL: ModelWrapper(model_parts),
-                OPTIMIZER: optimizers,
-                DATALOADER: dataloader,
-                LR_SCHEDULER: lr_schedulers,
-                _RANDOM: PerRank(self._random, on_resize="skip"),
-            }
-        )
+        self.states: dict[str, Any] = {
+            **states,
+            MODEL: ModelWrapper(model_parts),
+            OPTIMIZER: optimizers,
+            DATALOADER: dataloader,
+            LR_SCHEDULER: lr_schedulers,
+            _RANDOM: sidestream.PerRank(self._random, on_resize="skip"),
+        }
         self.sd_adapter = sd_adapter
-        self.save_future: PendingSave | None = None
-        self._options = SaveOptions(durability=config.durability, writer=config.writer, timeout_s=config.timeout_s)
-        self._stager = AsyncStager(timeout_s=config.timeout_s)
-        self._checkpoints = self._opened()
-
-    @blocking.stopping_the_loop()
-    def _opened(self) -> blocking.Checkpointer:
-        kept = self.config.keep_latest_k
-        return blocking.Checkpointer(
+        self.save_future: sidestream.PendingSave | None = None
+        self._options = sidestream.SaveOptions(
+            durability=config.durability, writer=config.writer, timeout_s=config.timeout_s
+        )
+        self._stager = sidestream.AsyncStager(timeout_s=config.timeout_s)
+        self._checkpoints = blocking.Checkpointer(
             self.folder,
-            keep=KeepLast(kept) if kept else KeepAll(),
-            slots=self.config.slots,
+            keep=sidestream.KeepLast(config.keep_latest_k) if config.keep_latest_k else None,
+            slots=config.slots,
             stager=self._stager,
             save=self._options,
-            load=LoadOptions(timeout_s=self.config.timeout_s),
+            load=sidestream.LoadOptions(timeout_s=config.timeout_s),
         )
 
     # --- saving ---
@@ -230,11 +205,16 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
         state = self._state(model_only=seed, excluded=tuple(self.config.exclude_from_loading))
         which: Any = {"fallback": "older"} if step == -1 else {"step": step}
         self._checkpoints.restore(state, **which, allow_missing=_NOT_IN_OTHERS, allow_cast=seed)
-        self.states[MODEL].load_state_dict(state)
-        if (loader := self.states[DATALOADER]) is not None:
-            loader.state_dict()  # makes the iterator that the trainer will use, and that draws a random number
-        self._random.set()
+        self._finish(state)
         return True
+
+    def _finish(self, state: dict[str, Any]) -> None:
+        """Do what follows when ``state`` has been loaded."""
+        self.states[MODEL].load_state_dict(state)
+        if self._random.restored is not None:
+            if (loader := self.states[DATALOADER]) is not None:
+                loader.state_dict()  # makes the iterator that the trainer will use, which draws a random number
+            self._random.set(self._random.restored)
 
     def _load_initial(self) -> bool:
         """Load what a run without a step begins with. Return False if there is nothing to load."""
@@ -251,9 +231,9 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
             return False
         model_only = self.config.initial_load_model_only
         state = self._state(model_only=model_only, excluded=tuple(self.config.exclude_from_loading))
-        options = LoadOptions(timeout_s=self.config.timeout_s)
+        options = sidestream.LoadOptions(timeout_s=self.config.timeout_s)
         blocking.load(state, path, allow_missing=_NOT_IN_OTHERS, allow_cast=model_only, options=options)
-        model.load_state_dict(state)
+        self._finish(state)
         return True
 
     # --- the end ---
