@@ -107,6 +107,14 @@ def test_a_run_in_two_parts_ends_as_a_whole_one(ranks: Ranks) -> None:
     assert ranks.steps("parts") == [1, 2, 3, 4, 5, 6]
 
 
+def test_on_another_number_of_ranks(ranks: Ranks) -> None:
+    """TorchTitan's loader refuses a state of another number, so it is left out."""
+    ranks.train("resized", steps=4, stop_at=2)
+    said = ranks.train("resized", steps=4, world=1, exclude_from_loading=["dataloader"])
+    assert "restored 2" in said
+    assert ranks.steps("resized") == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
 def test_killed_in_a_save(kills: int, ranks: Ranks) -> None:
     """Each resume takes the newest complete step, and in the end the state is that of a run that was not killed."""

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
+from torch.distributed.tensor import DTensor
 
 import sidestream
 from sidestream import blocking
@@ -44,6 +46,13 @@ __all__ = ["SidestreamCheckpointManager"]
 _RANDOM = "random_state"
 _NOT_IN_OTHERS = (_RANDOM, f"{_RANDOM}.*")
 """What this manager saves and TorchTitan's own does not."""
+
+
+def _local(value: Any) -> Any:
+    """Replace DTensors over one rank, which one process does not save, by the tensors that they consist of."""
+    if type(value) is dict:
+        return {name: _local(one) for name, one in value.items()}
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 class _RestoredLast:
@@ -84,8 +93,6 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):
         """The settings that TorchTitan has for all managers, and four of sidestream.
-
-        ``last_save_in_hf`` is not supported.
 
         Raises:
             UnsupportedError: ``last_save_in_hf`` is set.
@@ -153,21 +160,21 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
             load=sidestream.LoadOptions(timeout_s=config.timeout_s),
         )
 
-    # --- saving ---
-
     @torch.no_grad()
     @blocking.stopping_the_loop()
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if not self._is_due(curr_step, last_step):
             return False
-        if not last_step:
-            self.save_future = self._checkpoints.async_save(self._state(), step=curr_step)
-            return True
-        if self.config.last_save_model_only:
-            options = replace(self._options, dtype=TORCH_DTYPE_MAP[self.config.export_dtype])
-            self._checkpoints.save(self._state(model_only=True), step=curr_step, options=options)
+        model_only = last_step and self.config.last_save_model_only
+        state = self._state(model_only=model_only)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            optimizers = {OPTIMIZER: state[OPTIMIZER].state_dict()} if OPTIMIZER in state else {}
+            state = _local({**state, **optimizers})
+        if last_step:
+            options = replace(self._options, dtype=TORCH_DTYPE_MAP[self.config.export_dtype]) if model_only else None
+            self._checkpoints.save(state, step=curr_step, options=options)
         else:
-            self._checkpoints.save(self._state(), step=curr_step)
+            self.save_future = self._checkpoints.async_save(state, step=curr_step)
         return True
 
     def _is_due(self, step: int, last_step: bool) -> bool:
@@ -190,8 +197,6 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
         saving, self.save_future = self.save_future, None
         if saving is not None:
             saving.result()
-
-    # --- loading ---
 
     @torch.no_grad()
     @blocking.stopping_the_loop()
@@ -235,8 +240,6 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
         blocking.load(state, path, allow_missing=_NOT_IN_OTHERS, allow_cast=model_only, options=options)
         self._finish(state)
         return True
-
-    # --- the end ---
 
     @blocking.stopping_the_loop()
     def _close(self) -> None:
