@@ -275,6 +275,41 @@ OWN_VERSIONS = {"torchtitan": ("torch==2.13.0", "triton")}
 imports triton, which the CPU build of torch does not bring."""
 
 
+OWN_TESTS: dict[str, tuple[str, ...]] = {
+    "lightning": (
+        "tests_pytorch/plugins/test_checkpoint_io_plugin.py",
+        "tests_pytorch/plugins/test_async_checkpoint.py",
+        "tests_pytorch/trainer/connectors/test_checkpoint_connector.py",
+        "tests_pytorch/checkpointing/test_trainer_checkpoint.py",
+        "tests_pytorch/checkpointing/test_model_checkpoint.py",
+    ),
+}
+"""Files of a framework's own tests. ``SIDESTREAM_LIGHTNING_TESTS`` and so on is the directory that holds them: ``tests``
+of the sources of the release in constraints.txt. They are no part of this repository."""
+
+OWN_DIFFERENCES: dict[str, tuple[str, ...]] = {"lightning": ()}
+"""Names of tests that pass with the framework's own saves and fail with sidestream's. The page gives the reasons."""
+
+
+def _run_own_tests(session: nox.Session, name: str, folder: Path) -> None:
+    """Run a framework's own tests as they are, and those that passed once more with sidestream in its place."""
+    session.install("-c", "constraints.txt", "cloudpickle", "jsonargparse", silent=True)
+    stock = Path(session.create_tmp(), "passed_with_stock.txt").absolute()
+    differs = [f"--suite-differs={test}" for test in OWN_DIFFERENCES[name]]
+    plugins = (
+        str(Path("tests", "dcp", "torch_suite").absolute()),
+        str(Path("tests", "integrations", "own").absolute()),
+    )
+    for options in ([f"--suite-passed={stock}"], ["-p", f"{name}_substitute", f"--suite-chosen={stock}", *differs]):
+        with session.chdir(folder):
+            session.run(
+                "python", "-m", "pytest", "-c", os.devnull, "--rootdir", ".", "-p", "no:cacheprovider", "-W", "ignore",
+                "-p", "suite_outcomes", "-q", "--tb=short", *options, *OWN_TESTS[name],
+                env={"PYTHONPATH": os.pathsep.join([*plugins, "."]), "OMP_NUM_THREADS": "1"},
+                success_codes=[0, 1] if len(options) == 1 else [0],
+            )  # fmt: skip
+
+
 def _integration(name: str) -> None:
     """Define the session of one framework, which has an environment of its own."""
 
@@ -288,6 +323,9 @@ def _integration(name: str) -> None:
         files = [str(path) for path in sorted(Path("tests", "integrations").glob(f"test_{name}*.py"))]
         page = [f"tests/test_docs.py::test_page_runs[{name}.md]"]
         session.run("python", "-m", "pytest", *(session.posargs or [*files, *page]))
+        folder = os.environ.get(f"SIDESTREAM_{name.upper()}_TESTS")
+        if folder and name in OWN_TESTS:
+            _run_own_tests(session, name, Path(folder))
 
     run.__doc__ = f"Run the tests of sidestream.integrations.{name}, long forms included, and the blocks of its page."
 

@@ -13,6 +13,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ MODULES = (
     "sidestream.dcp",
     "sidestream.errors",
     "sidestream.events",
+    *(f"sidestream.integrations.{name}" for name in ("lightning",) if find_spec(name)),
     "sidestream.observability",
     "sidestream.options",
     "sidestream.signing",

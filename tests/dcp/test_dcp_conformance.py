@@ -48,6 +48,7 @@ from sidestream.errors import (
     DtypeMismatchError,
     InvalidOptionError,
     UnsafeObjectError,
+    UnsupportedError,
     UnsupportedTensorError,
 )
 
@@ -637,7 +638,7 @@ async def test_object_storage(bucket: str) -> None:
     assert {place.relative_path for place in written.storage_data.values()} <= files
     for overwrite, error in (
         (False, CheckpointExistsError),
-        (True, InvalidOptionError),
+        (True, UnsupportedError),
     ):  # memory:// has no puts on a condition
         with pytest.raises(CheckpointException) as failure:
             dcp.save(state, storage_writer=StorageWriter(f"{bucket}/c", overwrite=overwrite))

@@ -18,6 +18,7 @@ from ...errors import (
     InvalidOptionError,
     SidestreamError,
     StorageError,
+    UnsupportedError,
     is_uncertain,
     mark_stuck,
     without_frames,
@@ -159,7 +160,7 @@ class ObjectTransaction(Transaction):
         except FileNotFoundError as error:
             raise CheckpointExistsError(f"{bucket.url}/{name} was removed meanwhile") from error
         if not await bucket.compares_versions(self.path_of(self.committed_name("manifest")), version):
-            raise InvalidOptionError(f"{_no_conditions(bucket)}: it puts what it was asked to put on a condition only")
+            raise UnsupportedError(f"{_no_conditions(bucket)}: it puts what it was asked to put on a condition only")
         ids = {owner for file in listed if (owner := owner_of(file)) is not None}
         if marked_id is not None:
             ids.add(marked_id)
@@ -376,9 +377,9 @@ class ObjectTransaction(Transaction):
 
 
 def check_replaces(bucket: Bucket) -> None:
-    """Raise ``InvalidOptionError`` if the storage cannot replace an object on the condition of its version."""
+    """Raise ``UnsupportedError`` if the storage cannot replace an object on the condition of its version."""
     if not bucket.capabilities.versions:
-        raise InvalidOptionError(_no_conditions(bucket))
+        raise UnsupportedError(_no_conditions(bucket))
 
 
 def _check_promises(bucket: Bucket) -> None:
