@@ -284,8 +284,8 @@ OWN_TESTS: dict[str, tuple[str, ...]] = {
         "tests_pytorch/checkpointing/test_model_checkpoint.py",
     ),
 }
-"""Files of a framework's own tests. ``SIDESTREAM_LIGHTNING_TESTS`` and so on is the directory that holds them: ``tests``
-of the sources of the release in constraints.txt. They are no part of this repository."""
+"""Files of a framework's own tests. ``SIDESTREAM_LIGHTNING_TESTS`` and so on is the directory of
+them: ``tests`` in the sources of the release in constraints.txt. They are not in this repository."""
 
 OWN_DIFFERENCES: dict[str, tuple[str, ...]] = {"lightning": ()}
 """Names of tests that pass with the framework's own saves and fail with sidestream's. The page gives the reasons."""
