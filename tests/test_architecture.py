@@ -488,7 +488,10 @@ def test_public_names_survive_the_import_of_their_modules() -> None:
         import {PACKAGE}
         for module in pkgutil.walk_packages({PACKAGE}.__path__, "{PACKAGE}."):
             if "__main__" not in module.name:
-                importlib.import_module(module.name)
+                try:
+                    importlib.import_module(module.name)
+                except {PACKAGE}.errors.MissingExtraError:  # a framework is not installed
+                    assert module.name.startswith("{PACKAGE}.integrations."), module.name
         for name in {PACKAGE}.__all__:
             value = getattr({PACKAGE}, name)
             if isinstance(value, types.ModuleType) and name not in {PUBLIC_MODULES}:

@@ -53,8 +53,8 @@ PLAIN_PAGES = (
     "converting", "object_stores", "stores/s3", "stores/gcs", "stores/azure", "stores/others", "stores/own", "security",
     "reliability", "limits", "errors", "from_dcp", "glossary", "tutorials/one_process", "tutorials/ranks",
     "tutorials/inference_server", "integrations/asyncio", "integrations/fsdp2", "integrations/transformers",
-    "integrations/lightning", "integrations/servers", "observability", "from_torch_save", "from_others",
-    "state", "troubleshooting", "comparison", "versions", "gallery", "cli",
+    "integrations/lightning", "integrations/ray", "integrations/servers", "integrations/torchtitan", "observability",
+    "from_torch_save", "from_others", "state", "troubleshooting", "comparison", "versions", "gallery", "cli",
 )  # fmt: skip
 """The pages of docs/ whose text has none of ``RIDDLES``. Code does not count."""
 

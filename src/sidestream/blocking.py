@@ -142,6 +142,21 @@ def _method(
     return decorate
 
 
+def _starting(
+    method: Callable[Concatenate[Any, P], T],
+) -> Callable[[Callable[..., Any]], Callable[Concatenate[_Holder[Any], P], T]]:
+    """As ``_method``, for a method that starts something and returns at once."""
+
+    def decorate(_: Callable[..., Any]) -> Callable[Concatenate[_Holder[Any], P], T]:
+        def call(self: _Holder[Any], /, *args: P.args, **kwargs: P.kwargs) -> T:
+            return method(self._held, *args, **kwargs)
+
+        update_wrapper(call, method)
+        return call
+
+    return decorate
+
+
 def _documented_as(original: object) -> Callable[[F], F]:
     """Copy the docstring of a property or method."""
 
@@ -252,10 +267,9 @@ class Checkpointer(_Holder[_checkpointer.Checkpointer]):
 
         self._held = _run(enter)
 
-    @wraps(_checkpointer.Checkpointer.async_save)
-    def async_save(self, *args: Any, **kwargs: Any) -> _saving.PendingSave:
+    @_starting(_checkpointer.Checkpointer.async_save)
+    def async_save(self, *args: Any, **kwargs: Any) -> Any:
         """As ``sidestream.Checkpointer.async_save``, with the same arguments."""
-        return self._held.async_save(*args, **kwargs)
 
     @_method(_checkpointer.Checkpointer.best)
     def best(self, *args: Any, **kwargs: Any) -> Any:
