@@ -265,7 +265,7 @@ def _azurite(session: nox.Session) -> Path:
     return folder
 
 
-INTEGRATIONS = ("lightning",)
+INTEGRATIONS = ("accelerate", "lightning", "transformers")
 """The modules of sidestream.integrations. Each has an extra of its name, tests/integrations/test_NAME*.py, and a page
 docs/integrations/NAME.md, whose blocks run, too."""
 
