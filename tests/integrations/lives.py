@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import traceback
@@ -19,20 +20,39 @@ from typing import Any
 
 
 def serve(work: Callable[[dict[str, Any]], None]) -> None:
-    """Run ``work`` in a child for each line of the standard input."""
+    """Run ``work`` for each line of the standard input, in as many children as ``"world"`` says: the ranks of a job."""
     for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            try:
-                work(json.loads(line))
-                say("ended")
-            except BaseException:
-                traceback.print_exc()
-                say("failed")
-            os._exit(0)
-        say(f"pid {child}")
-        os.waitpid(child, 0)
+        request = json.loads(line)
+        world = request.get("world", 1)
+        port = _free_port()
+        children = [_fork(work, request, rank, world, port) for rank in range(world)]
+        say(f"pids {' '.join(map(str, children))}")
+        for child in children:
+            os.waitpid(child, 0)
         say("gone")
+
+
+def _fork(work: Callable[[dict[str, Any]], None], request: dict[str, Any], rank: int, world: int, port: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    if "world" in request:
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        os.environ |= {name: str(number) for name, number in ranks.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        work(request)
+        say(f"ended {rank}")
+    except BaseException:
+        traceback.print_exc()
+        say(f"failed {rank}")
+    os._exit(0)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def say(line: str) -> None:
@@ -70,12 +90,12 @@ class Program:
 
 
 class Life:
-    """A child, from its fork until it is gone."""
+    """The children of one request, from their fork until all are gone."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self.said: list[str] = []
-        self._pid = int(self.until("pid").partition(" ")[2])
+        self._pids = [int(one) for one in self.until("pids").split()[1:]]
 
     def until(self, word: str) -> str:
         """Read lines up to the first that begins with ``word``."""
@@ -84,13 +104,18 @@ class Life:
             self.said.append(line)
             if line.startswith(word):
                 return line
+            if line.startswith("failed"):
+                while self._program.line() != "gone":
+                    pass
             assert not line.startswith(("failed", "gone")), self.said
 
     def kill(self) -> None:
-        os.kill(self._pid, signal.SIGKILL)
+        for pid in self._pids:
+            os.kill(pid, signal.SIGKILL)
         self.until("gone")
 
     def end(self) -> None:
-        """Wait until the child has ended by itself."""
-        self.until("ended")
+        """Wait until all of them have ended by themselves."""
+        for _ in self._pids:
+            self.until("ended")
         self.until("gone")

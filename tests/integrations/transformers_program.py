@@ -81,5 +81,21 @@ def train(request: dict[str, Any]) -> None:
     torch.save(trainer.model.state_dict(), request["weights"])
 
 
+def train_ranks(request: dict[str, Any]) -> None:
+    """Train on several ranks to step ``"steps"``, from the newest checkpoint if there is one."""
+    torch.set_num_threads(1)
+    out = request["out"]
+    trainer = TRAINERS[request["trainer"]](
+        model=small_model(),
+        args=arguments(out, max_steps=request["steps"], save_total_limit=2, ddp_backend="gloo", seed=5),
+        train_dataset=Tokens(),
+        callbacks=[_Says()],
+    )
+    resumes = os.path.isdir(out) and transformers.trainer_utils.get_last_checkpoint(out) is not None
+    trainer.train(resume_from_checkpoint=resumes)
+    if trainer.is_world_process_zero():
+        torch.save(trainer.model.state_dict(), request["weights"])
+
+
 if __name__ == "__main__":
-    serve(train)
+    serve(lambda request: (train_ranks if "world" in request else train)(request))

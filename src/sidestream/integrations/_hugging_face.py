@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -44,6 +44,14 @@ def plain_module(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.M
     return module
 
 
+def module_state(accelerator: Accelerator, module: torch.nn.Module) -> Any:
+    """Return what stands for ``module`` in a state: itself, unless processes may have different buffers."""
+    buffers = {name for name, _ in module.named_buffers()} & module.state_dict().keys()
+    if accelerator.num_processes == 1 or not buffers:
+        return module
+    return _ModuleOfRanks(module, frozenset() if accelerator.is_main_process else buffers)
+
+
 def optimizer_state(models: Iterable[torch.nn.Module], optimizer: torch.optim.Optimizer) -> Any:
     """Return what stands for ``optimizer`` in a state: itself, or its moments by the names of sharded parameters. A new
     optimizer has no moments yet, and only torch can make sharded ones."""
@@ -58,6 +66,21 @@ def optimizer_state(models: Iterable[torch.nn.Module], optimizer: torch.optim.Op
     if len(found) > 1 or not optimized <= found[0][1]:
         raise InvalidOptionError("an optimizer has parameters of several sharded models: make one optimizer for each")
     return _ShardedOptimizer(found[0][0], optimizer)
+
+
+class _ModuleOfRanks:
+    """A module of several ranks that leaves its buffers (BatchNorm) to the main process. DDP sends those to the other
+    processes before each forward."""
+
+    def __init__(self, module: torch.nn.Module, left_out: Collection[str]) -> None:
+        self._module = module
+        self._left_out = left_out
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in self._module.state_dict().items() if name not in self._left_out}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._module.load_state_dict(state_dict)
 
 
 class _ShardedOptimizer:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import sidestream
 from sidestream import blocking
 
-from ._hugging_face import ACCELERATE, check_supported, optimizer_state, plain_module
+from ._hugging_face import ACCELERATE, check_supported, module_state, optimizer_state, plain_module
 
 with ACCELERATE.importing():
     from accelerate import Accelerator
@@ -159,7 +159,7 @@ def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:
     check_supported(accelerator)
     models = [plain_module(accelerator, model) for model in accelerator._models]
     state: dict[str, Any] = {
-        "models": _numbered(models),
+        "models": _numbered(module_state(accelerator, one) for one in models),
         "optimizers": _numbered(optimizer_state(models, one) for one in accelerator._optimizers),
         "schedulers": _numbered(one.scheduler for one in accelerator._schedulers),
         "loaders": _numbered(_Loader(one) for one in accelerator._dataloaders),

@@ -29,7 +29,7 @@ with _TRANSFORMERS.importing():
     from transformers.trainer_callback import ExportableState, TrainerState
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
-    from ._hugging_face import check_supported, optimizer_state, plain_module
+    from ._hugging_face import check_supported, module_state, optimizer_state, plain_module
 
 _TRANSFORMERS.check(
     Trainer,
@@ -120,10 +120,13 @@ class SidestreamTrainer(Trainer):
         )
 
     def _saved_parts(self) -> dict[str, Any]:
-        model = {"model": plain_module(self.accelerator, self.model)}
+        model = {"model": self._module(self.model)}
         if self.args.save_only_model:
             return model
         return model | self._parts() | {"random": sidestream.PerRank(sidestream.RandomState(), on_resize="skip")}
+
+    def _module(self, model: torch.nn.Module) -> Any:
+        return module_state(self.accelerator, plain_module(self.accelerator, model))
 
     def _parts(self) -> dict[str, Any]:
         """What ``Trainer`` restores when everything has been prepared."""
@@ -185,7 +188,7 @@ class SidestreamTrainer(Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         self.wait_for_saves()  # they read what is replaced now
-        load_parts({"model": plain_module(self.accelerator, model or self.model)}, resume_from_checkpoint)
+        load_parts({"model": self._module(model or self.model)}, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         if not is_checkpoint(self.state.best_model_checkpoint):
