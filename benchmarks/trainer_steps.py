@@ -30,7 +30,7 @@ from _common import describe, headline, write_json
 from sidestream.integrations.transformers import SidestreamTrainer
 
 TRAINERS = {"Trainer": transformers.Trainer, "SidestreamTrainer": SidestreamTrainer}
-EVERY, STEPS = 3, 15
+EVERY, STEPS = 3, 12
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -38,7 +38,7 @@ class Tokens(torch.utils.data.Dataset):
         return 1024
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(0, 8192, (128,), generator=torch.Generator().manual_seed(index))
+        tokens = torch.randint(0, 8192, (16,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": tokens, "labels": tokens}
 
 
@@ -60,10 +60,10 @@ class Clock(transformers.TrainerCallback):
 def train(kind: str, width: int, folder: Path) -> tuple[Clock, int]:
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        n_layer=6, n_head=8, n_embd=width, vocab_size=8192, n_positions=128, bos_token_id=0, eos_token_id=0
+        n_layer=6, n_head=8, n_embd=width, vocab_size=8192, n_positions=16, bos_token_id=0, eos_token_id=0
     )
     args = transformers.TrainingArguments(
-        str(folder), max_steps=STEPS, save_steps=EVERY, save_total_limit=2, per_device_train_batch_size=2, use_cpu=True,
+        str(folder), max_steps=STEPS, save_steps=EVERY, save_total_limit=2, per_device_train_batch_size=1, use_cpu=True,
         report_to=[], disable_tqdm=True, logging_strategy="no", dataloader_pin_memory=False,
     )  # fmt: skip
     clock = Clock()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import sidestream
@@ -87,7 +88,7 @@ class SavesInProgress:
             self._settle(0)
         finally:
             for export in exports:
-                _in_thread(lambda export=export: _log_error(export))
+                _in_thread(partial(_log_error, export))
 
     def close(self) -> None:
         """Do what ``wait`` does, and free the memory."""

@@ -181,7 +181,7 @@ class _Loader:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+        self._sampler: Any = loader.get_sampler() if hasattr(loader, "get_sampler") else None
         self._position = sidestream.PerRank(loader) if getattr(loader, "use_stateful_dataloader", False) else None
 
     def state_dict(self) -> dict[str, Any]:
