@@ -21,8 +21,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-
 import torch
 import transformers
 from _common import describe, headline, write_json
@@ -78,6 +76,7 @@ def train(kind: str, width: int, folder: Path) -> tuple[Clock, int]:
 
 def main(options: argparse.Namespace) -> None:
     transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)  # threads of OpenMP that spin beside other programs would be most of what is measured
     run = describe("transformers", "accelerate")
     print(headline(run), flush=True)
     clocks: dict[str, list[Clock]] = {name: [] for name in TRAINERS}

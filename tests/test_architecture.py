@@ -440,7 +440,11 @@ def test_names_that_scripts_import_exist() -> None:
     for path in [*root.glob("benchmarks/*.py"), *root.glob("examples/*.py")]:
         for node in nodes_of(path.read_text()):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
-                module = importlib.import_module(str(node.module))
+                try:
+                    module = importlib.import_module(str(node.module))
+                except ImportError:  # a framework is not installed
+                    assert str(node.module).startswith(f"{PACKAGE}.integrations."), node.module
+                    continue
                 missing += [f"{path.name}: {one.name}" for one in node.names if not hasattr(module, one.name)]
     assert missing == []
 
@@ -489,7 +493,10 @@ def test_public_names_survive_the_import_of_their_modules() -> None:
         import {PACKAGE}
         for module in pkgutil.walk_packages({PACKAGE}.__path__, "{PACKAGE}."):
             if "__main__" not in module.name:
-                importlib.import_module(module.name)
+                try:
+                    importlib.import_module(module.name)
+                except {PACKAGE}.errors.MissingExtraError:  # a framework is not installed
+                    assert module.name.startswith("{PACKAGE}.integrations."), module.name
         for name in {PACKAGE}.__all__:
             value = getattr({PACKAGE}, name)
             if isinstance(value, types.ModuleType) and name not in {PUBLIC_MODULES}:

@@ -54,7 +54,7 @@ PLAIN_PAGES = (
     "reliability", "limits", "errors", "from_dcp", "glossary", "tutorials/one_process", "tutorials/ranks",
     "tutorials/inference_server", "integrations/asyncio", "integrations/fsdp2", "integrations/transformers",
     "integrations/lightning", "integrations/servers", "observability", "from_torch_save", "from_others",
-    "troubleshooting", "comparison", "versions", "gallery", "cli",
+    "state", "troubleshooting", "comparison", "versions", "gallery", "cli",
 )  # fmt: skip
 """The pages of docs/ whose text has none of ``RIDDLES``. Code does not count."""
 

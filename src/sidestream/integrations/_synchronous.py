@@ -40,11 +40,11 @@ def remove(path: str) -> None:
 
 
 class SavesInProgress:
-    """Saves to directories, a few at the same time, that settle in the order in which they began.
+    """Saves to directories, a few at the same time, that are looked at in the order in which they began.
 
     Args:
         slots: How many saves may be in progress at the same time.
-        committed: Called with the path of each save that is committed, when those before it have settled.
+        committed: Called with the path of each save that is committed, when those before it have ended.
     """
 
     def __init__(self, slots: int, committed: Callable[[str], object]) -> None:
@@ -62,7 +62,7 @@ class SavesInProgress:
 
     def make_room(self, path: str) -> None:
         """Wait until a slot is free, and until no save to ``path`` is in progress."""
-        self._settle(0 if path in self.paths else self._slots - 1)
+        self._wait_until(0 if path in self.paths else self._slots - 1)
 
     def start(self, state: Mapping[str, Any], path: str, **arguments: Any) -> None:
         """Save ``state`` in the place of what is at ``path``. Its tensors may change after ``fence()``."""
@@ -76,16 +76,16 @@ class SavesInProgress:
         if self._saves and self._stager is not None:
             self._stager.fence()
 
-    def settle(self) -> None:
-        """Settle the saves that have ended, and raise the error of the first that has failed."""
-        self._settle(self._slots)
+    def collect(self) -> None:
+        """Look at the saves that have ended, and raise the error of the first that has failed."""
+        self._wait_until(self._slots)
 
     def wait(self) -> None:
         """Wait for all saves and their exports, and raise the error of the first save that has failed. The error of an
         export is logged."""
         exports = [export for save in self._saves for export in save.pending.exports]
         try:
-            self._settle(0)
+            self._wait_until(0)
         finally:
             for export in exports:
                 _in_thread(partial(_log_error, export))
@@ -97,7 +97,7 @@ class SavesInProgress:
             self._stager.close()
             self._stager = None
 
-    def _settle(self, most: int) -> None:
+    def _wait_until(self, most: int) -> None:
         while self._saves and (len(self._saves) > most or self._saves[0].pending.done()):
             save = self._saves.pop(0)
             _in_thread(save.pending.result)

@@ -21,7 +21,13 @@ import fsspec
 import torch
 
 from sidestream import AsyncStager, PendingSave, SaveOptions, Storage, async_save, blocking
-from sidestream.errors import CheckpointNotFoundError, InvalidOptionError, UnsafeObjectError
+from sidestream.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    InvalidOptionError,
+    SidestreamError,
+    UnsafeObjectError,
+)
 
 from ._checks import Framework
 
@@ -91,6 +97,7 @@ class SidestreamCheckpointIO(_Base):
         self._options = options
         self._slots = slots
         self._storage: dict[str, Any] = {"storage_options": storage_options, "storage": storage}
+        self._marked = storage is not None and storage.commit == "marker"  # where no directory can be renamed
         self._given_stager = stager
         self._stager: AsyncStager | None = None
         self._threads: ThreadPoolExecutor | None = None
@@ -113,6 +120,7 @@ class SidestreamCheckpointIO(_Base):
 
         Raises:
             InvalidOptionError, MissingExtraError, UnsupportedError: The call is wrong, or the storage cannot replace.
+            UnsafeObjectError, UnsupportedTensorError: The state cannot be saved. Of a device, the next call raises it.
             SidestreamError: An earlier save or removal has failed. Nothing was started.
         """
         name = _name(path)
@@ -126,7 +134,7 @@ class SidestreamCheckpointIO(_Base):
         pending = async_save(
             checkpoint,
             place,
-            overwrite=True,
+            overwrite=not self._marked,
             stager=self._stager,
             process_group="alone",
             options=self._options,
@@ -137,7 +145,12 @@ class SidestreamCheckpointIO(_Base):
             self._submit(name, partial(self._remove, [replaced], [saving]), saves=False)
         # Lightning has no place at which the sources are certain to be unchanged: callbacks and modules write averages
         # of weights after the save, and an optimizer calls ``training_step``, whose forward writes buffers.
-        self._stager.fence()
+        try:
+            self._stager.fence()
+        except SidestreamError:  # what cannot be saved is known here; the save ends with the same error, or another one
+            self._wait(self._jobs)
+            self._raise_error()
+            raise
         if os.path.basename(name).startswith("hpc_ckpt_"):  # Lightning gives the job back to SLURM next
             self._wait(self._jobs)
             self._raise_error()
@@ -228,9 +241,7 @@ class SidestreamCheckpointIO(_Base):
             return name, None
         found = _versions(name)
         newest = found[-1] if found else name
-        storage = self._storage["storage"]
-        marked = storage is not None and storage.commit == "marker"
-        if not os.path.lexists(newest) or not (marked or os.path.islink(newest) or os.path.isfile(newest)):
+        if not os.path.lexists(newest) or not (self._marked or os.path.islink(newest) or os.path.isfile(newest)):
             return newest, None
         stem, suffix = os.path.splitext(name)
         return f"{stem}-r{_number(newest, name) + 1}{suffix}", newest
@@ -250,7 +261,7 @@ class SidestreamCheckpointIO(_Base):
                 continue
             try:
                 blocking.remove(place, **self._storage)
-            except CheckpointNotFoundError:  # a file or a directory of Lightning's own, or nothing
+            except (CheckpointNotFoundError, CheckpointExistsError):  # what Lightning itself has written, or nothing
                 _PLUGINS[0].TorchCheckpointIO().remove_checkpoint(place)
 
 

@@ -18,6 +18,7 @@ import sidestream
 from sidestream.errors import InvalidOptionError
 
 from ._checks import Framework
+from ._hugging_face import check_supported, module_state, optimizer_state, plain_module
 from ._synchronous import SavesInProgress, is_checkpoint, load_parts, remove
 
 _TRANSFORMERS = Framework("transformers", ">=5.0,<6", "transformers")
@@ -28,8 +29,6 @@ with _TRANSFORMERS.importing():
     from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_callback import ExportableState, TrainerState
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
-
-    from ._hugging_face import check_supported, module_state, optimizer_state, plain_module
 
 _TRANSFORMERS.check(
     Trainer,
@@ -228,7 +227,7 @@ class _Steps(TrainerCallback):
         self._saves.fence()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._saves.settle()
+        self._saves.collect()
 
 
 _OF_TRAINING = frozenset({TRAINER_STATE_NAME, "training_args.bin"})

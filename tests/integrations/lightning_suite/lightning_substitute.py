@@ -1,0 +1,10 @@
+"""A pytest plugin for ``nox -s integrations-lightning`` with Lightning's own tests: where a program chooses no
+``CheckpointIO``, Lightning uses sidestream's."""
+
+from __future__ import annotations
+
+from lightning.fabric.strategies import strategy
+
+from sidestream.integrations.lightning import SidestreamCheckpointIO
+
+strategy.TorchCheckpointIO = SidestreamCheckpointIO

@@ -1,0 +1,115 @@
+"""Trainers of Lightning save, are killed, and resume, with both of its roots."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Server
+
+pytest.importorskip("lightning")
+
+EXACT = (
+    ("steps", 0, True), ("steps", 2, True),  # batches that depend on the step alone
+    ("shuffled", 0, False),  # a shuffled loader and dropout
+    ("random states", 0, True),  # with the random states in the checkpoint, saved at the end of an epoch
+    ("random states", 2, False),  # saved within an epoch: the loader begins anew
+)  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def lightning(servers: Callable[[str], Server]) -> Server:
+    return servers("_lightning_cases")
+
+
+@pytest.fixture(scope="module")
+def unkilled(lightning: Server, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What a run that was not killed ends with."""
+    return lightning.run("train", tmp_path_factory.mktemp("unkilled"))  # type: ignore[no-any-return]
+
+
+def kill_and_resume(lightning: Server, directory: Path, kills: int, seed: int) -> list[str]:
+    """Kill a run at random moments, resume it each time, and return what it ends with."""
+    rng = random.Random(seed)
+    had: list[str] = []
+    while kills:
+        killed = lightning.killed("train", directory, after=rng.randint(1, 8), delay_s=rng.uniform(0, 0.1))
+        found = lightning.run("good", directory)
+        assert "last.ckpt" in found or "last.ckpt" not in had  # there is a good one at any time
+        had, kills = found, kills - killed
+        if not killed:  # it came to its end: begin again
+            directory, had = directory / "again", []
+            directory.mkdir()
+    return lightning.run("train", directory)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
+def test_a_run_that_was_killed_ends_as_one_that_was_not(
+    kills: int, lightning: Server, unkilled: list[str], tmp_path: Path
+) -> None:
+    assert kill_and_resume(lightning, tmp_path, kills, seed=kills) == unkilled
+
+
+CASES = ("removals_wait_for_commits", "a_failed_save_keeps_what_is_there", "calls_wait_for_what_is_in_progress",
+         "what_cannot_be_replaced", "with_fabric")  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_calls(case: str, lightning: Server, tmp_path: Path) -> None:
+    lightning.run(case, tmp_path)
+
+
+def test_what_cannot_be_saved_is_named_in_the_words_of_lightning(lightning: Server, tmp_path: Path) -> None:
+    assert "save_hyperparameters(ignore=[...])" in lightning.run("what_cannot_be_saved", tmp_path)
+
+
+def test_two_ranks(lightning: Server, tmp_path: Path) -> None:
+    """Rank 0 saves. Both resume, and read what rank 0 has just saved."""
+    first, second = lightning.run("ranks", tmp_path, plugin="sidestream", port=free_port())
+    assert first == second
+
+
+@pytest.mark.long
+def test_two_ranks_end_as_with_the_own_save_of_lightning(lightning: Server, tmp_path: Path) -> None:
+    ends = []
+    for plugin in ("sidestream", "default"):
+        (tmp_path / plugin).mkdir()
+        ends.append(lightning.run("ranks", tmp_path / plugin, plugin=plugin, port=free_port()))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plugin", ["sidestream", "default"])
+@pytest.mark.parametrize(("kind", "every", "equal"), EXACT)
+def test_how_exact_a_resumed_run_is(
+    plugin: str, kind: str, every: int, equal: bool, lightning: Server, tmp_path: Path
+) -> None:
+    """The page has this table: it is the same with the own save of Lightning."""
+    assert lightning.run("resumed", tmp_path, plugin=plugin, kind=kind, every=every) is equal
+
+
+@pytest.mark.long
+def test_the_other_root(lightning: Server, unkilled: list[str], tmp_path: Path) -> None:
+    assert lightning.run("train", tmp_path, root="pytorch_lightning") == unkilled
+
+
+@pytest.mark.long
+def test_on_an_event_loop(lightning: Server, unkilled: list[str], tmp_path: Path) -> None:
+    assert lightning.run("in_a_loop", tmp_path) == unkilled
+
+
+@pytest.mark.long
+def test_a_tuner(lightning: Server, tmp_path: Path) -> None:
+    assert lightning.run("with_a_tuner", tmp_path)
