@@ -265,7 +265,7 @@ def _azurite(session: nox.Session) -> Path:
     return folder
 
 
-INTEGRATIONS = ("lightning", "ray", "torchtitan")
+INTEGRATIONS = ("accelerate", "lightning", "ray", "torchtitan", "transformers")
 """The modules of sidestream.integrations. Each has an extra of its name, tests/integrations/test_NAME*.py, and a page
 docs/integrations/NAME.md, whose blocks run, too. `ray` and `torchtitan` run before a release and not in CI, and their
 pages say when they ran last."""

@@ -439,7 +439,11 @@ def test_names_that_scripts_import_exist() -> None:
     for path in [*root.glob("benchmarks/*.py"), *root.glob("examples/*.py")]:
         for node in nodes_of(path.read_text()):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
-                module = importlib.import_module(str(node.module))
+                try:
+                    module = importlib.import_module(str(node.module))
+                except ImportError:  # a framework is not installed
+                    assert str(node.module).startswith(f"{PACKAGE}.integrations."), node.module
+                    continue
                 missing += [f"{path.name}: {one.name}" for one in node.names if not hasattr(module, one.name)]
     assert missing == []
 

@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FRAMEWORKS = ("lightning", "ray", "torchtitan")
+FRAMEWORKS = ("accelerate", "lightning", "ray", "torchtitan", "transformers")
 """Pages of docs/integrations that are named as the module that they need."""
 
 _BLOCK = re.compile(
