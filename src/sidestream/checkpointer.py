@@ -33,12 +33,15 @@ from ._runtime.tasks import run_shielded
 from ._save.api import Export, PendingSave, SaveInfo, completed
 from ._staging import AsyncStager
 from ._storage import locate_run
+from ._weights.following import Candidate, Follower, Hooks
+from ._weights.live import Live
 from .errors import AsyncOnlyError, InvalidOptionError
 from .options import (
     Fallback,
     FileSource,
     GroupChoice,
     LoadOptions,
+    Names,
     Progress,
     SaveOptions,
     Storage,
@@ -482,6 +485,51 @@ class Checkpointer:
         """
         self._opened.check()
         return Watch(self._run.store, after=after, newest=newest, poll_s=poll_s, timeout_s=self._run.timeout_s)
+
+    def following(
+        self,
+        live: Live,
+        *,
+        names: Names | None = None,
+        accept: Callable[[Candidate], object] | None = None,
+        before_swap: Callable[[Candidate], object] | None = None,
+        after_swap: Callable[[Candidate], object] | None = None,
+        mapped: bool = True,
+        poll_s: float = 2.0,
+    ) -> Follower:
+        """Return a follower, which puts the newest good step into ``live``, and each newer one after it, as long as its
+        ``async with`` block lasts: ``async with checkpoints.following(live) as follower: ...``.
+
+        Each step that is put in place is the newest one that was committed when its fetch began. While a step is read
+        it is leased. A damaged step is passed over, and so is one that does not fit or is refused; ``health()`` of the
+        follower and an event say so. A step with a lower number is served only when those above it are deleted, or
+        after ``accept_lower()``. Errors of the storage are tried again. Ranks follow independently of each other.
+
+        The options ``verify``, ``safe_globals``, ``trust`` and ``timeout_s`` of a fetch are those of ``load=``. The
+        hooks are called in a task on the loop that enters the block, and may be coroutine functions.
+
+        Args:
+            live: What is served.
+            names: The name in ``live`` of each FQN in a step (``options.Names``), such as
+                ``sidestream.strip_prefix("model.")``.
+            accept: Called with a ``Candidate`` before it is served. If it does not return True, or raises, the step is
+                passed over.
+            before_swap: Called before the weights are exchanged. If it raises, the step is passed over.
+            after_swap: Called when readings that begin have the new weights.
+            mapped: On local disks, use the pages of the files as the weights where that is possible, so that all
+                processes of a host share them. False: read everything into memory of this process.
+            poll_s: How often the run is looked at, in seconds, as for ``watch``.
+
+        Returns:
+            The follower, which has to be entered.
+
+        Raises:
+            InvalidOptionError: An argument is wrong.
+            ClosedError: The ``Checkpointer`` is closed.
+        """
+        self._opened.check()
+        hooks = Hooks(accept, before_swap, after_swap)
+        return Follower(self._run, self._load, live, names=names, hooks=hooks, mapped=mapped, poll_s=poll_s)
 
     # --- maintenance of the run ---
 
