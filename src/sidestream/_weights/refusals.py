@@ -83,7 +83,11 @@ class _Search:
         self._seen: dict[int, Any] = {}  # with the objects, so that no id is used again
 
     def run(self) -> Iterator[str]:
-        for name, module in self._copied.named_modules():
+        copied = self._copied
+        for name, one in (*copied.named_modules(), *copied.named_parameters(), *copied.named_buffers()):
+            if id(one) in self._originals:
+                yield f"{_named(name)} is not copied by copy.deepcopy(): all copies would share its weights"
+        for name, module in copied.named_modules():
             for key, value in vars(module).items():
                 if key not in _OF_EVERY_MODULE:
                     yield from self._walk(value, f"{name}.{key}" if name else key)

@@ -82,8 +82,8 @@ class Shells:
             return Shell(None, {name: made[leader] for name, leader in self.leaders.items()})
         copied = _copy(model, {id(tensors[name]): one for name, one in made.items()})
         inside = copied.state_dict(keep_vars=True)
-        if inside.keys() != self.leaders.keys():
-            raise UnsupportedModuleError("Live cannot take this module: the names of state_dict() of a copy are others")
+        others = [name for name, leader in self.leaders.items() if inside.get(name) is not made[leader]]
+        _refuse([f"{name} is another tensor in a copy than copy.deepcopy() was given for it" for name in others])
         if prepare is not None:
             prepare(copied)
         return Shell(copied, dict(inside))
