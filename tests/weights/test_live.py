@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from _modules import ELEMENTS, Tell, version
 from torch import nn
 
 import sidestream
@@ -28,32 +29,6 @@ from sidestream.errors import (
     StateMismatchError,
     UnexpectedKeysError,
 )
-
-TENSORS = 12
-ELEMENTS = 257
-
-
-class Tell(nn.Module):
-    """Each tensor has its version in every element. The answer is what the tensors say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for number in range(TENSORS):
-            kept = torch.zeros(ELEMENTS)
-            if number % 2:
-                self.register_buffer(f"t{number}", kept)
-            else:
-                self.register_parameter(f"t{number}", nn.Parameter(kept))
-
-    def forward(self) -> set[float]:
-        said: set[float] = set()
-        for one in (*self.parameters(), *self.buffers()):
-            said.update(one.detach()[[0, -1]].tolist())
-        return said
-
-
-def version(number: int) -> dict[str, torch.Tensor]:
-    return {f"t{one}": torch.full((ELEMENTS,), float(number)) for one in range(TENSORS)}
 
 
 async def put(live: sidestream.Live, number: int) -> None:
