@@ -177,7 +177,7 @@ class Follower:
         """Steps above the one that is served, which are not served: damaged, refused, or above ``accept_lower``."""
         self._passed_over: dict[str, SidestreamError] = {}
         self._problem: BaseException | None = None
-        self._waiting = self._lower = False
+        self._waiting = self._lower = self._goes_back = False
 
     # --- what a program calls ---
 
@@ -252,6 +252,7 @@ class Follower:
         task.cancel()
         cancelled = await wait_out(task, lambda _: task.cancel())
         self._memory.close()
+        self._settled.set()  # a task that was cancelled before its first step has not done it
         if cancelled is not None:
             raise cancelled
         if error is None and not task.cancelled() and (failure := task.exception()) is not None:
@@ -308,7 +309,7 @@ class Follower:
             return True
         if step.name == served.name:
             return step.marker != served.marker
-        return served.name in self._left_out or await served.current(self._run.store) is None
+        return self._goes_back or await served.current(self._run.store) is None
 
     async def _leave_out_higher(self) -> None:
         """Leave out the steps above the one that was saved last, if that is lower than the one that is served."""
@@ -321,7 +322,7 @@ class Follower:
             return
         if last.marker.saved_at >= served.marker.saved_at:
             self._left_out |= {step.name: step for step in (*steps, served) if step.order > last.order}
-            self._lower = False
+            self._lower, self._goes_back = False, True
 
     async def _take(self) -> None:
         """Fetch the newest step, ask the program, and exchange the weights."""
@@ -410,7 +411,7 @@ class Follower:
         self._served, self._save_id, self._since = step, candidate.save_id, time.monotonic()
         self._left_out = {name: one for name, one in self._left_out.items() if one.order > step.order}
         self._passed_over.pop(step.name, None)
-        self._problem = None
+        self._problem, self._goes_back = None, False
         self._settled_from_any_loop()
         seconds = time.monotonic() - began
         await io_threads().run(emit, VersionServed(self._run.url, candidate.stamp, candidate.save_id, seconds))
