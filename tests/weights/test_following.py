@@ -103,6 +103,7 @@ async def test_the_newest_step_comes_first_and_then_each_newer_one(tmp_path: Pat
                 await save(tmp_path / "run", step)
                 await until(lambda: live.stamp == f"step-{step}")  # noqa: B023
                 assert serves(live, f"step-{step}") == {float(step)}
+            await until(lambda: len(seen) == 3)
             health = follower.health()
             assert health.ok, health
             assert health.checked_s is not None
@@ -212,6 +213,7 @@ async def test_a_damaged_step_is_passed_over_and_followed_by_the_next_one(
             await save(tmp_path, 3)
             await until(lambda: live.stamp == "step-3")
             assert serves(live, "step-3") == {3.0}
+            await until(lambda: len(seen) == 3)
     assert [type(one).__name__ for one in seen] == ["VersionPassedOver", "VersionServed", "VersionServed"]
     assert (seen[0].stamp, seen[0].error_type) == ("step-2", "CorruptCheckpointError")
     assert "step-2" in caplog.text
@@ -459,6 +461,8 @@ async def test_the_program_refuses_weights_and_its_code_runs_on_its_loop(tmp_pat
             assert text in reason
         await save(tmp_path, 6)
         await until(lambda: ("after", "step-6", "step-6") in calls)
+        await until(lambda: "too late" in str(follower.health().problem))
+        await looked(follower)
         assert "too late" in str(follower.health().problem)
     assert calls[:3] == [("accept", "step-1", None), ("before", "step-1", None), ("after", "step-1", "step-1")]
     assert [one[:2] for one in calls[3:]] == [

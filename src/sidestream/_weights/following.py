@@ -111,7 +111,7 @@ class FollowerHealth(Displayed):
         save_id: The id of the save that wrote it.
         served_s: The seconds since then, or since the follower was entered.
         checked_s: The seconds since it has last looked at the run without an error; None before the first time.
-        problem: The error of its last attempt, which it makes again. None if the attempt succeeded.
+        problem: The error of its last attempt, which it makes again, or of ``after_swap``. None if there was none.
         passed_over: The newest steps that were not served, and why, by stamp.
         waiting: Whether a newer step waits for readings of old versions (``Live.health().oldest_reading``).
     """
@@ -177,6 +177,8 @@ class Follower:
         """Steps above the one that is served, which are not served: damaged, refused, or above ``accept_lower``."""
         self._passed_over: dict[str, SidestreamError] = {}
         self._problem: BaseException | None = None
+        self._late: BaseException | None = None
+        """What ``after_swap`` raised for the version that is served."""
         self._waiting = self._lower = self._goes_back = False
 
     # --- what a program calls ---
@@ -223,13 +225,13 @@ class Follower:
 
     def health(self) -> FollowerHealth:
         """Return the state: what is served, and what needs attention."""
-        now, served = time.monotonic(), self._served
+        now, served, problem = time.monotonic(), self._served, self._problem or self._late
         return FollowerHealth(
             stamp=None if served is None else served.name,
             save_id=self._save_id,
             served_s=now - self._since,
             checked_s=None if self._checked is None else now - self._checked,
-            problem=None if self._problem is None else f"{type(self._problem).__name__}: {self._problem}",
+            problem=None if problem is None else f"{type(problem).__name__}: {problem}",
             passed_over=self._reasons(),
             waiting=self._waiting,
         )
@@ -360,7 +362,7 @@ class Follower:
         try:
             await _call(self._hooks.after_swap, "after_swap", candidate)
         except RefusedVersionError as error:  # too late to refuse it
-            self._problem = without_frames(error)
+            self._late = without_frames(error)
 
     async def _fetch(self, shell: Shell) -> tuple[Step, Candidate] | None:
         """Choose the newest step, under a lease, and read it. Return None if there is nothing to take up any more. Part
@@ -411,7 +413,8 @@ class Follower:
         self._served, self._save_id, self._since = step, candidate.save_id, time.monotonic()
         self._left_out = {name: one for name, one in self._left_out.items() if one.order > step.order}
         self._passed_over.pop(step.name, None)
-        self._problem, self._goes_back = None, False
+        self._problem = self._late = None
+        self._goes_back = False
         self._settled_from_any_loop()
         seconds = time.monotonic() - began
         await io_threads().run(emit, VersionServed(self._run.url, candidate.stamp, candidate.save_id, seconds))
