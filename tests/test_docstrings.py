@@ -33,10 +33,12 @@ MODULES = (
     "sidestream.options",
     "sidestream.signing",
     "sidestream.testing",
+    "sidestream.weights",
 )
 
 NOT_CONSTRUCTED = frozenset({
-    "sidestream.Checkpoint", "sidestream.PendingExport", "sidestream.PendingSave", "sidestream.StagedState",
+    "sidestream.Checkpoint", "sidestream.Follower", "sidestream.PendingExport", "sidestream.PendingSave", "sidestream.ServedReading",
+    "sidestream.StagedState",
     "sidestream.StagingFuture", "sidestream.Watch", "sidestream.blocking.Checkpoint",
     "sidestream.testing.OperationTests", "sidestream.testing.StoreTests",
 })  # fmt: skip

@@ -35,8 +35,8 @@ RETIRED_PHRASES = ("as ever", "hear of", "hears", "in a hurry", "knows no more t
 
 PLAIN_ROOMS = (
     "__init__", "_convert", "_format", "_group", "_layout", "_load", "_run", "_runtime", "_save", "_staging",
-    "_storage", "_worker", "blocking", "checkpointer", "dcp", "errors", "events", "options", "signing",
-    "sidestream_cli", "testing",
+    "_storage", "_weights", "_worker", "blocking", "checkpointer", "dcp", "errors", "events", "options", "signing",
+    "sidestream_cli", "testing", "weights",
 )  # fmt: skip
 """The rooms whose docstrings, comments and messages have none of ``RIDDLES``."""
 
@@ -54,7 +54,7 @@ PLAIN_PAGES = (
     "reliability", "limits", "errors", "from_dcp", "glossary", "tutorials/one_process", "tutorials/ranks",
     "tutorials/inference_server", "integrations/asyncio", "integrations/fsdp2", "integrations/transformers",
     "integrations/lightning", "integrations/servers", "observability", "from_torch_save", "from_others",
-    "troubleshooting", "comparison", "versions", "gallery", "cli",
+    "troubleshooting", "comparison", "versions", "gallery", "cli", "live_weights",
 )  # fmt: skip
 """The pages of docs/ whose text has none of ``RIDDLES``. Code does not count."""
 

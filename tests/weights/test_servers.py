@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from _modules import version
 from warm import Popen
 
@@ -42,12 +43,24 @@ async def uvicorn(app: str, folder: Path, run: Path, log: Path) -> AsyncIterator
                 while (found := re.search(r"running on http://127.0.0.1:(\d+)", log.read_text())) is None:
                     assert server.poll() is None, log.read_text()
                     await asyncio.sleep(0.05)
+                while not await listens(int(found[1])):
+                    await asyncio.sleep(0.05)
             yield int(found[1])
         finally:
             server.terminate()
             code = await asyncio.to_thread(server.wait)
         assert code in (0, -15, 143), log.read_text()
         assert "Traceback" not in log.read_text(), log.read_text()
+
+
+async def listens(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except ConnectionRefusedError:
+        return False
+    writer.close()
+    await writer.wait_closed()
+    return True
 
 
 class Client:
@@ -64,26 +77,27 @@ class Client:
         while not stop.is_set():
             reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
             try:
+                last = -1  # of this connection, which is to one worker
                 for _ in range(50):  # and then another connection, perhaps to the other worker
                     writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
                     head = await reader.readuntil(b"\r\n\r\n")
                     length = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
                     assert length is not None
-                    self.take(int(head.split()[1]), json.loads(await reader.readexactly(int(length[1]))))
+                    last = self.take(int(head.split()[1]), json.loads(await reader.readexactly(int(length[1]))), last)
             finally:
                 writer.close()
                 await writer.wait_closed()
 
-    def take(self, status: int, answer: dict[str, Any]) -> None:
-        if status == 503 and answer["stamp"] is None and not self.newest.get(answer["pid"]):
-            return
-        self.answered += 1
+    def take(self, status: int, answer: dict[str, Any], last: int) -> int:
+        """Check an answer that came after version ``last`` on its connection. Return its version."""
         number, pid = answer["version"], answer["pid"]
-        if (status, answer["said"], answer["stamp"]) != (200, [float(number)], f"step-{number}"):
-            self.wrong.append(f"{status} {answer}")
-        if number < self.newest.get(pid, 0):
-            self.wrong.append(f"{answer} after {self.newest[pid]}")
+        if status == 503 and answer["stamp"] is None and last == -1:
+            return last
+        self.answered += 1
+        if (status, answer["said"], answer["stamp"]) != (200, [float(number)], f"step-{number}") or number < last:
+            self.wrong.append(f"{status} {answer} after {last}")
         self.newest[pid] = max(self.newest.get(pid, 0), number)
+        return int(number)
 
 
 async def train(run: Path, steps: int, client: Client) -> None:
@@ -115,3 +129,30 @@ async def test_no_answer_is_mixed_or_mislabelled(swaps: int, requests: int, tmp_
     assert client.answered >= requests
     assert list(client.newest.values()) == [swaps, swaps]
     print(f"{client.answered} answers, {swaps} versions in each of two workers")
+
+
+async def test_the_example(tmp_path: Path) -> None:
+    """With FastAPI: an answer of each worker, from one step."""
+    pytest.importorskip("fastapi")
+    folder = HERE.parents[1] / "examples" / "servers"
+    async with sidestream.Checkpointer(tmp_path / "run") as checkpoints:
+        await checkpoints.save({"model": {"weight": torch.full((1, 4), 3.0)}}, step=3)
+    async with uvicorn("fastapi_server:app", folder, tmp_path / "run", tmp_path / "log") as port, asyncio.timeout(60):
+        for path in (b"POST /predict", b"GET /health"):
+            head = b""
+            while b" 200 " not in head:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                body = b"[1, 1, 1, 1]" if path.startswith(b"POST") else b""
+                lines = [path + b" HTTP/1.1", b"Host: x", b"Connection: close", b"Content-Type: application/json"]
+                writer.write(b"\r\n".join([*lines, b"Content-Length: %d" % len(body), b"", body]))
+                head, _, content = (await reader.read()).partition(b"\r\n\r\n")
+                assert head.split()[1] in (b"200", b"503"), head
+                writer.close()
+                await writer.wait_closed()
+                await asyncio.sleep(0.02)
+            answer = json.loads(content)
+            if path.startswith(b"POST"):
+                assert answer == {"prediction": 12.0}
+                assert b"x-weights: step-3" in head.lower()
+            else:
+                assert answer == {"weights": "step-3", "problem": None, "passed_over": {}}
