@@ -39,7 +39,7 @@ PRIVATE_IN_THE_COMMAND_LINE = {  # this only gets shorter
 MOST_ROOMS = 25  # with __init__
 DEEPEST = 10
 MOST_NAMES = 545  # that rooms take from each other: the sum of names_between_rooms.toml
-MOST_NAMES_OF_A_MODULE = 45  # that one module takes from other rooms, those of every room in ``BASE`` included
+MOST_NAMES_OF_A_MODULE = 47  # that one module takes from other rooms, those of every room in ``BASE`` included
 MOST_ROOMS_OF_A_MODULE = 6  # other rooms that one module takes names from, those in ``BASE`` left out
 MOST_DEADLINES = 33  # functions with a parameter of this name: all others work under ``time_limit``
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 from ._engine.calls import as_operation, in_operation
-from ._load.checkpoint import Checkpoint, open_from
+from ._load.checkpoint import Checkpoint
 from ._load.operation import LoadReport, LoadRequest
 from ._load.verification import VerifyReport
 from ._run.exports import Exports, Upkeep
@@ -23,7 +23,7 @@ from ._run.opened import Opened
 from ._run.preemption import Preemption, Then
 from ._run.pruning import Pruner
 from ._run.restore import Latest, Reading
-from ._run.retention import KeepAll, Pruned, Retention
+from ._run.retention import Pruned, Retention, retention_of
 from ._run.run import Run
 from ._run.saves import Saves
 from ._run.watch import Watch
@@ -33,9 +33,9 @@ from ._runtime.tasks import run_shielded
 from ._save.api import Export, PendingSave, SaveInfo, completed
 from ._staging import AsyncStager
 from ._storage import locate_run
-from ._weights.following import Candidate, Follower, Hooks
+from ._weights.following import Candidate, Follower
 from ._weights.live import Live
-from .errors import AsyncOnlyError, InvalidOptionError
+from .errors import AsyncOnlyError
 from .options import (
     Fallback,
     FileSource,
@@ -112,9 +112,6 @@ class Checkpointer:
         storage_options: Mapping[str, Any] | None = None,
         storage: Storage | None = None,
     ) -> None:
-        keep = KeepAll() if keep is None else keep
-        if isinstance(keep, type) or not isinstance(keep, Retention):
-            raise InvalidOptionError(f"keep={keep!r} has to be a policy, such as sidestream.KeepLast(3)")
         options, self._load = options_of(save, SaveOptions), options_of(load, LoadOptions)
         store, found_url = locate_run(url, storage_of(storage_options, storage))
         self.url: str = found_url
@@ -130,7 +127,13 @@ class Checkpointer:
         )
         self._reading = Reading(self._run)
         self._pruner = Pruner(
-            store, self.url, keep, self._run.leases, durability, lease_s=lease_s, abandoned_after_s=abandoned_after_s
+            store,
+            self.url,
+            retention_of(keep),
+            self._run.leases,
+            durability,
+            lease_s=lease_s,
+            abandoned_after_s=abandoned_after_s,
         )
         self._exports = Exports(
             export,
@@ -367,19 +370,12 @@ class Checkpointer:
 
     @asynccontextmanager
     async def _open(self, step: int | Latest, options: LoadOptions) -> AsyncIterator[Checkpoint]:
-        async with self._reading.step(step) as (found, location):
+        async with self._reading.step(step) as (found, _):
             # The newest step with a damaged marker is an error here, and not a reason to take an older one: that would
             # silently go back in training.
             if found.damage is not None:
                 raise found.damage
-            yield await open_from(
-                location,
-                verify=options.verify,
-                timeout_s=options.timeout_s,
-                safe_globals=options.safe_globals,
-                trust=options.trust,
-                run=self.url,
-            )
+            yield await self._run.open(found.name, options)
 
     @as_operation
     async def verify(self, step: int | Latest = "latest", *, progress: Progress | None = None) -> VerifyReport:
@@ -528,7 +524,7 @@ class Checkpointer:
             ClosedError: The ``Checkpointer`` is closed.
         """
         self._opened.check()
-        hooks = Hooks(accept, before_swap, after_swap)
+        hooks = (accept, before_swap, after_swap)
         return Follower(self._run, self._load, live, names=names, hooks=hooks, mapped=mapped, poll_s=poll_s)
 
     # --- maintenance of the run ---

@@ -11,12 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 
 from .._engine.calls import in_operation
-from .._load.checkpoint import open_from
 from .._load.open.steps import Step
 from .._run.restore import StepSelector, choose, newest
 from .._run.run import Run
@@ -48,8 +47,6 @@ from ..options import LoadOptions, Names, check_bool, check_names, check_seconds
 from .live import Live
 from .matching import dtypes_of, match
 from .shells import Shell
-
-T = TypeVar("T")
 
 _NEWEST = StepSelector()
 _GONE_S = 0.05
@@ -92,13 +89,8 @@ class Candidate:
     tensors: Mapping[str, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """Code of the caller around an exchange. Each may be a coroutine function."""
-
-    accept: Callable[[Candidate], Any] | None = None
-    before_swap: Callable[[Candidate], Any] | None = None
-    after_swap: Callable[[Candidate], Any] | None = None
+Hook: TypeAlias = Callable[[Candidate], object] | None
+"""Code of the caller, which may be a coroutine function."""
 
 
 @public
@@ -154,7 +146,7 @@ class Follower:
         live: Live,
         *,
         names: Names | None,
-        hooks: Hooks,
+        hooks: tuple[Hook, Hook, Hook],
         mapped: bool,
         poll_s: float,
     ) -> None:
@@ -163,7 +155,8 @@ class Follower:
         check_names(names)
         check_bool("mapped", mapped)
         self._run, self._options, self._live = run, options, live
-        self._names, self._hooks, self._mapped = names, hooks, mapped
+        self._names, self._mapped = names, mapped
+        self._accept, self._before, self._after_swap = hooks
         self._pauses = Pauses(run.store, poll_s)
         self._memory = Arena(sys.maxsize)
         self._task: asyncio.Task[None] | None = None
@@ -295,7 +288,7 @@ class Follower:
             for changed in await changed_among(self._run.store, list(self._left_out.values())):
                 del self._left_out[changed.name]
             if self._lower:
-                await self._leave_out_higher()
+                await self._exclude_higher()
             step = await newest(self._run.store, _NEWEST, self._left_out)
             news = step is not None and await self._is_news(step)
         self._checked = time.monotonic()
@@ -313,7 +306,7 @@ class Follower:
             return step.marker != served.marker
         return self._goes_back or await served.current(self._run.store) is None
 
-    async def _leave_out_higher(self) -> None:
+    async def _exclude_higher(self) -> None:
         """Leave out the steps above the one that was saved last, if that is lower than the one that is served."""
         served = self._served
         if served is None or served.marker is None:
@@ -342,7 +335,7 @@ class Follower:
             step, candidate = fetched
             try:
                 await self._ask(candidate)
-                await _call(self._hooks.before_swap, "before_swap", candidate)
+                await _call(self._before, "before_swap", candidate)
             except RefusedVersionError as error:
                 await in_operation(partial(self._pass_over, step, error), "following")
                 return
@@ -352,15 +345,15 @@ class Follower:
             self._live._give_back(shell)
 
     async def _ask(self, candidate: Candidate) -> None:
-        if self._hooks.accept is None:
+        if self._accept is None:
             return
-        answer = await _call(self._hooks.accept, "accept", candidate)
+        answer = await _call(self._accept, "accept", candidate)
         if answer is not True:
             raise RefusedVersionError(f"{candidate.stamp}: accept= returned {answer!r}, and only True accepts")
 
     async def _after(self, candidate: Candidate) -> None:
         try:
-            await _call(self._hooks.after_swap, "after_swap", candidate)
+            await _call(self._after_swap, "after_swap", candidate)
         except RefusedVersionError as error:  # too late to refuse it
             self._late = without_frames(error)
 
@@ -388,15 +381,8 @@ class Follower:
     async def _read(self, step: Step) -> Candidate:
         if step.damage is not None:
             raise step.damage
-        options, places = self._options, self._live._shells.places
-        checkpoint = await open_from(
-            self._run.at(step.name),
-            verify=options.verify,
-            timeout_s=options.timeout_s,
-            safe_globals=options.safe_globals,
-            trust=options.trust,
-            run=self._run.url,
-        )
+        places = self._live._shells.places
+        checkpoint = await self._run.open(step.name, self._options)
         found = await io_threads().run(match, checkpoint, places, self._names)
         deadline, stop = current_deadline(), Stop()
         tensors = await checkpoint.fetch(
@@ -433,7 +419,7 @@ class Follower:
             task.get_loop().call_soon_threadsafe(self._settled.set)
 
 
-async def _call(hook: Callable[[Candidate], T] | None, name: str, candidate: Candidate) -> Any:
+async def _call(hook: Hook, name: str, candidate: Candidate) -> Any:
     """Call code of the program. Raises ``RefusedVersionError`` for what it raises."""
     if hook is None:
         return None

@@ -165,10 +165,10 @@ class Live:
             wanted=wanted,
         )
 
-    def _leave(self, reading: ServedReading, shell: Shell) -> None:
+    def _exit(self, reading: ServedReading, shell: Shell) -> None:
         try:
             with self._lock:
-                self._shells.leave(shell)  # under the lock, so that the last event of a stream is the last one here
+                self._shells.mark_used(shell)  # under the lock, so that the last event of a stream is the last one here
         finally:
             with self._lock:
                 shell.readings.pop(reading, None)
@@ -400,7 +400,7 @@ class ServedReading:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open, self._task = False, None
-        self._live._leave(self, self._entered().shell)
+        self._live._exit(self, self._entered().shell)
 
     async def __aenter__(self) -> ServedReading:
         while True:

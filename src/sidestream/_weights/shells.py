@@ -128,7 +128,7 @@ class Shells:
         else:
             shell.tensors[name].data = tensor
 
-    def leave(self, shell: Shell) -> None:
+    def mark_used(self, shell: Shell) -> None:
         """Note what the current streams of the devices still have to do with a shell when a reading of it ends."""
         if self._devices:
             shell.used.update(current_streams(self._devices).marks())
