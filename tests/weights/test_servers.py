@@ -22,7 +22,7 @@ import sidestream
 
 pytest.importorskip("uvicorn")
 
-PATIENCE_S = 120.0
+PATIENCE_S = 600.0
 HERE = Path(__file__).parent
 SOURCE = Path(sidestream.__file__).parents[1]
 
@@ -119,7 +119,7 @@ async def test_no_answer_is_mixed_or_mislabelled(swaps: int, requests: int, tmp_
         asking = [asyncio.create_task(client.ask(stop, path)) for path in ("/", "/thread") * 4]
         try:
             await train(tmp_path / "run", swaps, client)
-            async with asyncio.timeout(10 * PATIENCE_S):
+            async with asyncio.timeout(PATIENCE_S):
                 while client.answered < requests:
                     await asyncio.sleep(0.01)
         finally:
@@ -137,7 +137,10 @@ async def test_the_example(tmp_path: Path) -> None:
     folder = HERE.parents[1] / "examples" / "servers"
     async with sidestream.Checkpointer(tmp_path / "run") as checkpoints:
         await checkpoints.save({"model": {"weight": torch.full((1, 4), 3.0)}}, step=3)
-    async with uvicorn("fastapi_server:app", folder, tmp_path / "run", tmp_path / "log") as port, asyncio.timeout(60):
+    async with (
+        uvicorn("fastapi_server:app", folder, tmp_path / "run", tmp_path / "log") as port,
+        asyncio.timeout(PATIENCE_S),
+    ):
         for path in (b"POST /predict", b"GET /health"):
             head = b""
             while b" 200 " not in head:
