@@ -3,10 +3,10 @@
     python benchmarks/swapping.py [--rounds N] [--json FILE]
 
 ``open`` reads what a new step says about itself. ``attach`` maps its files and makes a tensor over each; nothing is
-verified here. ``fill`` points the parameters of a free copy at these tensors, in a thread. ``reference`` is what readings
-wait for: the assignment under a lock. ``reading`` begins and ends a reading. ``pause`` is the latest tick of a 1 ms ticker
-on the loop during ``fill`` and ``reference``, ``idle`` that of a loop that does nothing, in the same round. ``copy`` is
-one copy of 256 MiB by numpy, in the same round: the unit that says how fast the machine was.
+verified here. ``fill`` points the parameters of a free copy at these tensors, in a thread. ``reference`` is what
+readings wait for: the assignment under a lock. ``reading`` begins and ends a reading. ``pause`` is the latest tick of a
+1 ms ticker on the loop during ``fill`` and ``reference``, ``idle`` that of a loop that does nothing, in the same round.
+``copy`` is one copy of 256 MiB by numpy, in the same round: the unit that says how fast the machine was.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -66,13 +65,27 @@ async def test_no_reading_on_a_device_is_mixed_or_mislabelled() -> None:
     assert await torture() == []
 
 
-async def test_a_version_that_does_not_wait_for_enqueued_work_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing: Callable[..., None] = lambda *_: None  # noqa: E731
-    monkeypatch.setattr("sidestream._weights.shells.Shells.mark_used", nothing)
-    for _ in range(20):
-        if await torture():
-            return
-    raise AssertionError("it was not found")
+@pytest.mark.parametrize("faulty", [False, True])
+async def test_a_version_waits_for_work_that_a_reading_has_enqueued(
+    faulty: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if faulty:
+        monkeypatch.setattr("sidestream._weights.shells.Shells.mark_used", lambda *_: None)
+    live = sidestream.Live(version(0, "cuda"), max_old=0)
+    await live.install(version(1), stamp="1")
+    stream, found = torch.cuda.Stream(), torch.empty((TENSORS, ELEMENTS), pin_memory=True)
+    with cudasim.held(stream):
+        with torch.cuda.stream(stream), live.reading() as reading:
+            for row, tensor in zip(found, reading.tensors.values(), strict=True):
+                row.copy_(tensor, non_blocking=True)
+        await live.install(version(2), stamp="2")
+        third = asyncio.create_task(live.install(version(3), stamp="3"))  # into the copy that was read
+        await asyncio.wait([third], timeout=300 if faulty else 1)
+        assert third.done() is faulty
+    stream.synchronize()
+    async with asyncio.timeout(300):
+        await third
+    assert {float(one) for one in found[:, [0, -1]].flatten()} == {3.0 if faulty else 1.0}
 
 
 async def test_a_run_is_followed_on_a_device(tmp_path: Any) -> None:
