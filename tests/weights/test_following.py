@@ -214,6 +214,7 @@ async def test_a_damaged_step_is_passed_over_and_followed_by_the_next_one(
             await until(lambda: live.stamp == "step-3")
             assert serves(live, "step-3") == {3.0}
             await until(lambda: len(seen) == 3)
+            assert follower.health().ok
     assert [type(one).__name__ for one in seen] == ["VersionPassedOver", "VersionServed", "VersionServed"]
     assert (seen[0].stamp, seen[0].error_type) == ("step-2", "CorruptCheckpointError")
     assert "step-2" in caplog.text

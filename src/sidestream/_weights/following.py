@@ -51,8 +51,6 @@ from .shells import Shell
 _NEWEST = StepSelector()
 _GONE_S = 0.05
 """The pause after a step was deleted before it could be fetched."""
-_REPORTED = 32
-"""How many steps that were passed over ``health()`` lists."""
 
 _OF_THE_STEP = (
     CorruptCheckpointError,
@@ -104,7 +102,7 @@ class FollowerHealth(Displayed):
         served_s: The seconds since then, or since the follower was entered.
         checked_s: The seconds since it has last looked at the run without an error; None before the first time.
         problem: The error of its last attempt, which it makes again, or of ``after_swap``. None if there was none.
-        passed_over: The newest steps that were not served, and why, by stamp.
+        passed_over: The steps above it that are not served, and why, by stamp. A newer step that is served ends that.
         waiting: Whether a newer step waits for readings of old versions (``Live.health().oldest_reading``).
     """
 
@@ -287,6 +285,7 @@ class Follower:
         with self._run.time_limit():
             for changed in await changed_among(self._run.store, list(self._left_out.values())):
                 del self._left_out[changed.name]
+                self._passed_over.pop(changed.name, None)
             if self._lower:
                 await self._exclude_higher()
             step = await newest(self._run.store, _NEWEST, self._left_out)
@@ -398,7 +397,7 @@ class Follower:
         await self._live._serve(shell, candidate.tensors, candidate.stamp, candidate.step, candidate.save_id)
         self._served, self._save_id, self._since = step, candidate.save_id, time.monotonic()
         self._left_out = {name: one for name, one in self._left_out.items() if one.order > step.order}
-        self._passed_over.pop(step.name, None)
+        self._passed_over = {name: one for name, one in self._passed_over.items() if name in self._left_out}
         self._problem = self._late = None
         self._goes_back = False
         self._settled_from_any_loop()
@@ -407,10 +406,8 @@ class Follower:
 
     async def _pass_over(self, step: Step, error: SidestreamError) -> None:
         self._left_out[step.name] = step
-        self._passed_over.pop(step.name, None)
-        self._passed_over[step.name] = without_frames(error)  # type: ignore[assignment]
-        while len(self._passed_over) > _REPORTED:
-            del self._passed_over[next(iter(self._passed_over))]
+        without_frames(error)
+        self._passed_over[step.name] = error
         await io_threads().run(emit, VersionPassedOver(self._run.url, step.name, type(error).__name__, str(error)))
 
     def _settled_from_any_loop(self) -> None:
