@@ -54,8 +54,12 @@ class Server:
     def reply(self, request: object) -> dict[str, object]:
         if request == "health":
             health = self._follower.health()
-            problems = [*health.passed_over.values(), *([health.problem] if health.problem else [])]
-            return {"status": 503 if health.stamp is None else 200, "stamp": health.stamp, "problems": problems}
+            problems = [f"{stamp}: {why}" for stamp, why in health.passed_over.items()] + [health.problem or ""]
+            return {
+                "status": 503 if health.stamp is None else 200,
+                "stamp": health.stamp,
+                "problems": [*filter(None, problems)],
+            }
         with self._live.reading() as reading:
             if reading.stamp is None:
                 return {"status": 503, "problems": ["no weights yet"]}
