@@ -27,7 +27,17 @@ import pytest
 PACKAGE = "sidestream"
 ROOT_FOLDER = Path(__file__).parents[1]
 SOURCES = ROOT_FOLDER / "src" / PACKAGE
-PUBLIC_MODULES = ("errors", "options", "events", "blocking", "signing", "dcp", "integrations", "observability")
+PUBLIC_MODULES = (
+    "errors",
+    "options",
+    "events",
+    "blocking",
+    "signing",
+    "dcp",
+    "integrations",
+    "observability",
+    "weights",
+)
 
 COMMAND_LINE = ROOT_FOLDER / "src" / "sidestream_cli"
 PRIVATE_IN_THE_COMMAND_LINE = {  # this only gets shorter
@@ -35,10 +45,10 @@ PRIVATE_IN_THE_COMMAND_LINE = {  # this only gets shorter
     "sidestream._runtime.threads", "sidestream._staging.placement", "sidestream._storage",
 }  # fmt: skip
 
-MOST_ROOMS = 24  # with __init__
+MOST_ROOMS = 26  # with __init__
 DEEPEST = 10
-MOST_NAMES = 520  # that rooms take from each other: the sum of names_between_rooms.toml
-MOST_NAMES_OF_A_MODULE = 45  # that one module takes from other rooms, those of every room in ``BASE`` included
+MOST_NAMES = 545  # that rooms take from each other: the sum of names_between_rooms.toml
+MOST_NAMES_OF_A_MODULE = 47  # that one module takes from other rooms, those of every room in ``BASE`` included
 MOST_ROOMS_OF_A_MODULE = 6  # other rooms that one module takes names from, those in ``BASE`` left out
 MOST_DEADLINES = 33  # functions with a parameter of this name: all others work under ``time_limit``
 

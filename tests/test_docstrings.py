@@ -35,11 +35,13 @@ MODULES = (
     "sidestream.options",
     "sidestream.signing",
     "sidestream.testing",
+    "sidestream.weights",
 )
 
 NOT_CONSTRUCTED = frozenset({
-    "sidestream.Checkpoint", "sidestream.PendingExport", "sidestream.PendingSave", "sidestream.StagedState",
-    "sidestream.StagingFuture", "sidestream.Watch", "sidestream.blocking.Checkpoint",
+    "sidestream.Checkpoint", "sidestream.Follower", "sidestream.PendingExport", "sidestream.PendingSave",
+    "sidestream.ServedReading", "sidestream.StagedState", "sidestream.StagingFuture", "sidestream.Watch",
+    "sidestream.blocking.Checkpoint",
     "sidestream.testing.OperationTests", "sidestream.testing.StoreTests",
 })  # fmt: skip
 """Classes whose objects calls, or pytest, return. Programs do not make them, so their arguments are not documented."""

@@ -45,14 +45,13 @@ async def test_the_server_survives_damage_and_refuses_requests_before_the_first_
     monkeypatch.syspath_prepend(EXAMPLES)
     import inference_server as example
 
-    server = example.Server(str(tmp_path), example.build(), example.build())
-    follower = asyncio.create_task(server.follow())
+    live = sidestream.Live(example.build())
 
-    async def until(step: int | None, problem: str | None) -> None:
+    async def until(stamp: str | None, problem: str | None) -> None:
         async with asyncio.timeout(60):
             while True:
                 health = server.reply("health")
-                if health["step"] == step and (problem or "None") in str(health["problem"]):
+                if health["stamp"] == stamp and (problem or "[]") in str(health["problems"]):
                     return
                 await asyncio.sleep(0.01)
 
@@ -71,22 +70,24 @@ async def test_the_server_survives_damage_and_refuses_requests_before_the_first_
         shard.write_bytes(raw)
         (tmp_path / "hidden" / folder.name).rename(folder)
 
-    assert server.reply([1, 1, 1, 1]) == {"status": 503, "problem": "no weights yet"}
-    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+    names = sidestream.strip_prefix("model.")
+    async with (
+        sidestream.Checkpointer(tmp_path) as checkpoints,
+        checkpoints.following(live, names=names, poll_s=0.05) as follower,
+    ):
+        server = example.Server(live, follower)
+        assert server.reply([1, 1, 1, 1]) == {"status": 503, "problems": ["no weights yet"]}
         await until(None, None)
         await save(0.25, step=1, damaged=True)
         await until(None, "CorruptCheckpointError")  # nothing is good: still no weights
         assert server.reply([1, 1, 1, 1])["status"] == 503
         await save(0.5, step=2)
-        await until(2, None)
+        await until("step-2", None)
         await save(0.75, step=3, damaged=True)
-        await until(2, "step 3 is damaged")
-        assert server.reply([1, 1, 1, 1]) == {"status": 200, "step": 2, "prediction": 2.0}
+        await until("step-2", "step-3")
+        assert server.reply([1, 1, 1, 1]) == {"status": 200, "stamp": "step-2", "prediction": 2.0}
         await save(1.0, step=4)
-        await until(4, None)
-    assert not follower.done()
-    follower.cancel()
-    await asyncio.wait([follower])
+        await until("step-4", None)
 
 
 @pytest.fixture

@@ -35,8 +35,8 @@ RETIRED_PHRASES = ("as ever", "hear of", "hears", "in a hurry", "knows no more t
 
 PLAIN_ROOMS = (
     "__init__", "_convert", "_format", "_group", "_layout", "_load", "_run", "_runtime", "_save", "_staging",
-    "_storage", "_worker", "blocking", "checkpointer", "dcp", "errors", "events", "integrations", "options",
-    "sidestream_cli", "signing", "testing",
+    "_storage", "_weights", "_worker", "blocking", "checkpointer", "dcp", "errors", "events", "integrations", "options",
+    "sidestream_cli", "signing", "testing", "weights",
 )  # fmt: skip
 """The rooms whose docstrings, comments and messages have none of ``RIDDLES``."""
 
@@ -55,6 +55,7 @@ PLAIN_PAGES = (
     "tutorials/inference_server", "integrations/asyncio", "integrations/fsdp2", "integrations/transformers",
     "integrations/lightning", "integrations/ray", "integrations/servers", "integrations/torchtitan", "observability",
     "from_torch_save", "from_others", "state", "troubleshooting", "comparison", "versions", "gallery", "cli",
+    "live_weights", "integrations/accelerate",
 )  # fmt: skip
 """The pages of docs/ whose text has none of ``RIDDLES``. Code does not count."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
-from . import blocking, errors, events, options, signing
+from . import blocking, errors, events, options, signing, weights
 
 # The packages are ``_save``, ``_load`` and so on, and not ``save`` and ``load``. Importing a submodule sets it as an
 # attribute of its package, and ``sidestream.save`` has to be the function whatever was imported first.
@@ -47,6 +47,7 @@ from .options import (
     add_prefix,
     strip_prefix,
 )
+from .weights import Candidate, Follower, FollowerHealth, Live, LiveHealth, ServedReading
 
 if TYPE_CHECKING:
     from . import dcp, integrations, observability
@@ -56,17 +57,22 @@ __all__ = [
     "ArenaStatistics",
     "AsyncStager",
     "BlockingAsyncStager",
+    "Candidate",
     "Checkpoint",
     "Checkpointer",
     "ConvertOptions",
     "ConvertReport",
     "CopyReport",
     "Damage",
+    "Follower",
+    "FollowerHealth",
     "Health",
     "KeepAll",
     "KeepBest",
     "KeepEvery",
     "KeepLast",
+    "Live",
+    "LiveHealth",
     "LoadOptions",
     "LoadReport",
     "PassedOver",
@@ -80,6 +86,7 @@ __all__ = [
     "SaveOptions",
     "SaveProgress",
     "SavedStep",
+    "ServedReading",
     "StagedState",
     "StagingFuture",
     "Storage",
@@ -108,6 +115,7 @@ __all__ = [
     "signing",
     "strip_prefix",
     "verify",
+    "weights",
 ]
 
 

@@ -250,8 +250,8 @@ class Checkpoint(_Holder[_checkpoint.Checkpoint], Mapping[str, "_checkpoint.Tens
 class Checkpointer(_Holder[_checkpointer.Checkpointer]):
     """``sidestream.Checkpointer`` for code without an event loop: the same arguments, and its methods block.
 
-    It is open when it has been made, and ``close()`` or the end of its ``with`` block closes it. ``watch``
-    and ``on_preemption`` need an event loop, and are not here.
+    It is open when it has been made, and ``close()`` or the end of its ``with`` block closes it. ``watch``,
+    ``following`` and ``on_preemption`` need an event loop, and are not here.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 from ._engine.calls import as_operation, in_operation
-from ._load.checkpoint import Checkpoint, open_from
+from ._load.checkpoint import Checkpoint
 from ._load.report import LoadReport, LoadRequest
 from ._load.verification import VerifyReport
 from ._run.exports import Exports, Upkeep
@@ -23,7 +23,7 @@ from ._run.opened import Opened
 from ._run.preemption import Preemption, Then
 from ._run.pruning import Pruner
 from ._run.restore import Latest, Reading
-from ._run.retention import KeepAll, Pruned, Retention
+from ._run.retention import Pruned, Retention, retention_of
 from ._run.run import Run
 from ._run.saves import Saves
 from ._run.watch import Watch
@@ -33,12 +33,15 @@ from ._runtime.tasks import run_shielded
 from ._save.api import Export, PendingSave, SaveInfo, completed
 from ._staging import AsyncStager
 from ._storage import locate_run
-from .errors import AsyncOnlyError, InvalidOptionError
+from ._weights.following import Candidate, Follower
+from ._weights.live import Live
+from .errors import AsyncOnlyError
 from .options import (
     Fallback,
     FileSource,
     GroupChoice,
     LoadOptions,
+    Names,
     Progress,
     SaveOptions,
     Storage,
@@ -109,9 +112,6 @@ class Checkpointer:
         storage_options: Mapping[str, Any] | None = None,
         storage: Storage | None = None,
     ) -> None:
-        keep = KeepAll() if keep is None else keep
-        if isinstance(keep, type) or not isinstance(keep, Retention):
-            raise InvalidOptionError(f"keep={keep!r} has to be a policy, such as sidestream.KeepLast(3)")
         options, self._load = options_of(save, SaveOptions), options_of(load, LoadOptions)
         store, found_url = locate_run(url, storage_of(storage_options, storage))
         self.url: str = found_url
@@ -127,7 +127,13 @@ class Checkpointer:
         )
         self._reading = Reading(self._run)
         self._pruner = Pruner(
-            store, self.url, keep, self._run.leases, durability, lease_s=lease_s, abandoned_after_s=abandoned_after_s
+            store,
+            self.url,
+            retention_of(keep),
+            self._run.leases,
+            durability,
+            lease_s=lease_s,
+            abandoned_after_s=abandoned_after_s,
         )
         self._exports = Exports(
             export,
@@ -364,19 +370,12 @@ class Checkpointer:
 
     @asynccontextmanager
     async def _open(self, step: int | Latest, options: LoadOptions) -> AsyncIterator[Checkpoint]:
-        async with self._reading.step(step) as (found, location):
+        async with self._reading.step(step) as (found, _):
             # The newest step with a damaged marker is an error here, and not a reason to take an older one: that would
             # silently go back in training.
             if found.damage is not None:
                 raise found.damage
-            yield await open_from(
-                location,
-                verify=options.verify,
-                timeout_s=options.timeout_s,
-                safe_globals=options.safe_globals,
-                trust=options.trust,
-                run=self.url,
-            )
+            yield await self._run.open(found.name, options)
 
     @as_operation
     async def verify(self, step: int | Latest = "latest", *, progress: Progress | None = None) -> VerifyReport:
@@ -482,6 +481,51 @@ class Checkpointer:
         """
         self._opened.check()
         return Watch(self._run.store, after=after, newest=newest, poll_s=poll_s, timeout_s=self._run.timeout_s)
+
+    def following(
+        self,
+        live: Live,
+        *,
+        names: Names | None = None,
+        accept: Callable[[Candidate], object] | None = None,
+        before_swap: Callable[[Candidate], object] | None = None,
+        after_swap: Callable[[Candidate], object] | None = None,
+        mapped: bool = True,
+        poll_s: float = 2.0,
+    ) -> Follower:
+        """Return a follower, which puts the newest good step into ``live``, and each newer one after it, as long as its
+        ``async with`` block lasts: ``async with checkpoints.following(live) as follower: ...``.
+
+        Each step that is put in place is the newest one that was committed when its fetch began. While a step is read
+        it is leased. A damaged step is passed over, and so is one that does not fit or is refused; ``health()`` of the
+        follower and an event say so. A step with a lower number is served only when those above it are deleted, or
+        after ``accept_lower()``. Errors of the storage are tried again. Ranks follow independently of each other.
+
+        The options ``verify``, ``safe_globals``, ``trust`` and ``timeout_s`` of a fetch are those of ``load=``. The
+        hooks are called in a task on the loop that enters the block, and may be coroutine functions.
+
+        Args:
+            live: What is served.
+            names: The name in ``live`` of each FQN in a step (``options.Names``), such as
+                ``sidestream.strip_prefix("model.")``.
+            accept: Called with a ``Candidate`` before it is served. If it does not return True, or raises, the step is
+                passed over.
+            before_swap: Called before the weights are exchanged. If it raises, the step is passed over.
+            after_swap: Called when readings that begin have the new weights.
+            mapped: On local disks, use the pages of the files as the weights where that is possible, so that all
+                processes of a host share them. False: read everything into memory of this process.
+            poll_s: How often the run is looked at, in seconds, as for ``watch``.
+
+        Returns:
+            The follower, which has to be entered.
+
+        Raises:
+            InvalidOptionError: An argument is wrong.
+            ClosedError: The ``Checkpointer`` is closed.
+        """
+        self._opened.check()
+        hooks = (accept, before_swap, after_swap)
+        return Follower(self._run, self._load, live, names=names, hooks=hooks, mapped=mapped, poll_s=poll_s)
 
     # --- maintenance of the run ---
 

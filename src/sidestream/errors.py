@@ -41,11 +41,13 @@ __all__ = [
     "OutcomeUnknownError",
     "RankFailure",
     "RankFailuresError",
+    "RefusedVersionError",
     "SaveAbortedError",
     "ShapeMismatchError",
     "SidestreamError",
     "SkippedError",
     "SnapshotLostError",
+    "StaleVersionError",
     "StateMismatchError",
     "StorageError",
     "StorageNotSharedError",
@@ -54,6 +56,7 @@ __all__ = [
     "UnsafeObjectError",
     "UnsupportedCheckpointError",
     "UnsupportedError",
+    "UnsupportedModuleError",
     "UnsupportedTensorError",
     "WriterProcessError",
     "WrongLoopError",
@@ -163,6 +166,18 @@ class UnsupportedTensorError(SidestreamError, TypeError):
     """A tensor is of a kind that cannot be staged, saved or converted."""
 
 
+class UnsupportedModuleError(SidestreamError, TypeError):
+    """A module holds weights in a place in which ``Live`` cannot exchange them.
+
+    Attributes:
+        offenders: One line for each such place, with its name.
+    """
+
+    def __init__(self, message: str, offenders: Sequence[str] = ()):
+        super().__init__(message)
+        self.offenders: tuple[str, ...] = tuple(offenders)
+
+
 class KeyCollisionError(SidestreamError, ValueError):
     """Two paths of a state dict flatten to one FQN, e.g. the keys ``0`` and ``"0"``, or ``"a.b"`` and ``a -> b``."""
 
@@ -235,7 +250,27 @@ class SnapshotLostError(SidestreamError, MemoryError):
 
 class SkippedError(SidestreamError, RuntimeError):
     """A stage or save gave way, as ``when_full=`` says: no memory or slot was free, or a newer one came. Or an export
-    gave way, because its step was saved again meanwhile."""
+    gave way, because its step was saved again meanwhile; or weights that waited to be served, because newer ones
+    came."""
+
+
+class RefusedVersionError(SidestreamError, RuntimeError):
+    """Code of the program refused weights before they were served: ``accept=`` did not return True, or a hook
+    raised."""
+
+
+class StaleVersionError(SidestreamError, LookupError):
+    """The weights that are served are older than the version that a reading asks for.
+
+    Attributes:
+        served: The version that is served; None before the first.
+        wanted: The version that was asked for.
+    """
+
+    def __init__(self, message: str, *, served: int | None = None, wanted: int | None = None):
+        super().__init__(message)
+        self.served = served
+        self.wanted = wanted
 
 
 class GraphCaptureError(SidestreamError, RuntimeError):

@@ -40,6 +40,8 @@ __all__ = [
     "SaveWritten",
     "SlowPart",
     "Throttled",
+    "VersionPassedOver",
+    "VersionServed",
     "WaitCause",
     "WaitReason",
     "WriterProcessLost",
@@ -316,6 +318,49 @@ class RunPruned:
     time_ns: int = field(default_factory=time.time_ns, kw_only=True)
 
 
+@dataclass(frozen=True, slots=True)
+class VersionServed:
+    """Other weights are served: a ``Follower`` has exchanged them.
+
+    Attributes:
+        source: The URL of the run.
+        stamp: The stamp of the version, such as ``"step-300"``.
+        save_id: The id of the save that wrote it. Empty if another writer did.
+        seconds: The time since its fetch began.
+        monotonic_ns: The time of the event, by ``time.monotonic_ns()``.
+        time_ns: The time of the event, by ``time.time_ns()``.
+    """
+
+    source: str
+    stamp: str
+    save_id: str
+    seconds: float
+    monotonic_ns: int = field(default_factory=time.monotonic_ns, kw_only=True)
+    time_ns: int = field(default_factory=time.time_ns, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPassedOver:
+    """A step is not served, because it is damaged, does not fit, or was refused. Emitted once for each save. Also
+    logged as a warning.
+
+    Attributes:
+        source: The URL of the run.
+        stamp: The name of the step.
+        error_type: The name of the class of the error.
+        reason: Its message.
+        monotonic_ns: The time of the event, by ``time.monotonic_ns()``.
+        time_ns: The time of the event, by ``time.time_ns()``.
+    """
+
+    source: str
+    stamp: str
+    error_type: str
+    reason: str
+    monotonic_ns: int = field(default_factory=time.monotonic_ns, kw_only=True)
+    time_ns: int = field(default_factory=time.time_ns, kw_only=True)
+
+
 ReadCall: TypeAlias = Literal["open_checkpoint", "state_dict", "tensor", "value", "file", "verify"]
 """The calls that read a checkpoint and change no state: ``open_checkpoint``, those on its result, and ``verify``."""
 
@@ -457,6 +502,8 @@ Event: TypeAlias = (
     | RanksMissing
     | CallerWaited
     | RunPruned
+    | VersionServed
+    | VersionPassedOver
     | SaveEvent
     | LoadEvent
 )
@@ -505,8 +552,9 @@ def may_wait() -> bool:
 
 
 def emit(event: Event) -> None:
-    """Call the observers with ``event``, and log it: ``GuaranteeLost`` and ``WriterProcessLost`` as warnings, a
-    committed save and the end of a restore at the level INFO, the others at DEBUG except those of a save or load.
+    """Call the observers with ``event``, and log it: ``GuaranteeLost``, ``WriterProcessLost`` and
+    ``VersionPassedOver`` as warnings, a committed save and the end of a restore at the level INFO, the others at DEBUG
+    except those of a save or load.
 
     Args:
         event: The event.
@@ -518,7 +566,7 @@ def emit(event: Event) -> None:
             _log.info("%s: %d bytes restored in %.3f s", load.url, event.nbytes, event.seconds.get("applied", 0.0))
         case SaveEvent() | LoadEvent():
             pass
-        case GuaranteeLost() | WriterProcessLost():
+        case GuaranteeLost() | WriterProcessLost() | VersionPassedOver():
             _log.warning("%s", event)
         case _:
             _log.debug("%s", event)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import ChainMap
-from collections.abc import AsyncIterator, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,9 +51,9 @@ from ..options import (
 )
 from .composites import build_composites, check_types
 from .kinds import Kinds, chosen_of, indices_of, nested
-from .new_tensors import NewTensors, new_tensors
+from .new_tensors import NewTensors, new_tensors, tensors_in
 from .open.manifest import all_there, check_not_replaced, is_gone, open_manifest, replaced
-from .open.mmap import map_tensors
+from .open.mmap import make_present, map_tensors
 from .operation import LoadLifecycle, ReadCall, reading
 from .reader import Reader, Wanted
 from .verification import VerifyReport
@@ -442,6 +442,33 @@ class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
             entries = await io_threads().run(self._selected, select)
             leaves = await self._leaves(files, entries, memory, device, progress, dtype)
             return await io_threads().run(nested, entries, leaves, select is not None)
+
+    async def fetch(
+        self, dtypes: Mapping[str, torch.dtype], memory: Callable[[int], Any], *, mapped: bool
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors that ``dtypes`` names, in these dtypes, for weights that are served. Part of an operation.
+
+        With ``mapped``, tensors that lie whole in a local file in their dtype are maps of it, whose pages are in memory
+        when this returns. The others are read into a buffer of the size that ``memory`` is called with, in a thread.
+        Raises what ``state_dict`` raises."""
+        async with self._files("state_dict") as files:
+            entries = {fqn: self._manifest.entries[fqn] for fqn in dtypes}
+            await self._refuse(files.source, {f: one for f, one in entries.items() if isinstance(one, OpaqueEntry)})
+            alike = [fqn for fqn, dtype in dtypes.items() if self.info(fqn).dtype == dtype]
+            maps = mapped and self._location.store.capabilities.mapping
+            found = await map_tensors(files.source, self._manifest, alike if maps else ())
+
+            def prepare() -> NewTensors:
+                copied = {fqn: dtype for fqn, dtype in dtypes.items() if fqn not in found}
+                new = tensors_in(entries, copied, memory)
+                if self._verify == "always":
+                    new.wanted.extend(_verified(entries, found))
+                return new
+
+            new = await io_threads().run(prepare)
+            await self._read(files, new, Streams())
+            await io_threads().run(make_present, found)
+            return {**found, **new.tensors}
 
     async def _leaves(
         self,

@@ -3,9 +3,11 @@ tied are tied again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -15,6 +17,8 @@ from .._runtime.threads import collected, pause_point
 from .._runtime.torch_probes import dtype_from_name
 from ..errors import allocating
 from .reader import Wanted
+
+_ALIGN_BYTES = 64  # as torch aligns its own memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,32 @@ def new_tensors(
     for views in storages.values():
         pause_point()
         _add_views(new, entries, views, device)
+    return new
+
+
+def tensors_in(
+    entries: Mapping[str, Entry], dtypes: Mapping[str, torch.dtype], memory: Callable[[int], Any]
+) -> NewTensors:
+    """Return tensors in these dtypes, side by side in one buffer that ``memory`` returns, and the reads that fill
+    them. Called in a worker thread."""
+    new, end = NewTensors({}, []), 0
+    starts = {}
+    for fqn, dtype in dtypes.items():
+        pause_point()
+        entry = entries[fqn]
+        assert isinstance(entry, TensorEntry)
+        starts[fqn] = entry, end
+        end += -(-math.prod(entry.shape) * dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+    buffer = memory(end) if end else None
+    for fqn, (entry, start) in starts.items():
+        pause_point()
+        count = math.prod(entry.shape)
+        if count and buffer is not None:
+            flat = torch.frombuffer(buffer, dtype=dtypes[fqn], count=count, offset=start)
+        else:
+            flat = torch.empty(0, dtype=dtypes[fqn])
+        new.tensors[fqn] = tensor = flat.reshape(entry.shape)
+        new.wanted.append(Wanted(fqn, entry, Box.whole(entry.shape), tensor))
     return new
 
 

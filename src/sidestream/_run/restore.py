@@ -264,7 +264,21 @@ async def choose(
     A damaged step is returned too, without a lease. There is no lease if this process may not write to the run. Raises
     what the storage raises. A cancel leaves no lease.
     """
-    not_checkpoints: set[str] = set()
+    while True:
+        step = await newest(store, selector, excluded)
+        if step is None:
+            return None
+        if step.damage is not None:
+            return step, None
+        lease = await leases.try_reading(step.name, of_caller=True)
+        if lease is None or await _still_there(store, leases, step, lease):
+            return step, lease
+        # The step is being deleted: list the run again.
+
+
+async def newest(store: Store, selector: StepSelector, excluded: Collection[str]) -> Step | None:
+    """Return the newest step, in its highest generation, that the selector accepts. It may be damaged. Return None if
+    there is no such step."""
     while True:
         current_deadline().check("choosing a step")
         candidates = [
@@ -272,8 +286,6 @@ async def choose(
         ]
         passed: list[str] = []
         for found in candidates:
-            if found.name in not_checkpoints:
-                continue
             step = await found.current(store)
             if step is None:
                 passed.append(found.name)
@@ -283,13 +295,7 @@ async def choose(
             # would be too old.
             if not await still_listed(store, passed):
                 break
-            not_checkpoints.update(passed)
-            if step.damage is not None:
-                return step, None
-            lease = await leases.try_reading(step.name, of_caller=True)
-            if lease is None or await _still_there(store, leases, step, lease):
-                return step, lease
-            break  # the step is being deleted: list the run again
+            return step
         else:
             if await still_listed(store, passed):
                 return None

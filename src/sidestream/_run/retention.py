@@ -98,6 +98,15 @@ class KeepAll(_Policy):
         return {each.step for each in steps}
 
 
+def retention_of(keep: Retention | None) -> Retention:
+    """Return the policy for ``keep=``. Raises ``InvalidOptionError``."""
+    if keep is None:
+        return KeepAll()
+    if isinstance(keep, type) or not isinstance(keep, Retention):
+        raise InvalidOptionError(f"keep={keep!r} has to be a policy, such as sidestream.KeepLast(3)")
+    return keep
+
+
 @public
 @dataclass(frozen=True, slots=True)
 class KeepLast(_Policy):

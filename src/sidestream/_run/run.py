@@ -5,9 +5,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from .._group import Member, group_of
+from .._load.checkpoint import Checkpoint, open_from
 from .._runtime.threads import Deadline, time_limit
 from .._storage import Location, Store
-from ..options import GroupChoice, check_seconds
+from ..options import GroupChoice, LoadOptions, check_seconds
 from .leases import Leases
 
 
@@ -38,6 +39,17 @@ class Run:
     def at(self, directory: str) -> Location:
         """Return the location of a directory of the run."""
         return Location(self.store, directory, f"{self.url}/{directory}")
+
+    async def open(self, directory: str, options: LoadOptions) -> Checkpoint:
+        """Open a step of the run, with the options of a load that concern reading."""
+        return await open_from(
+            self.at(directory),
+            verify=options.verify,
+            timeout_s=options.timeout_s,
+            safe_globals=options.safe_globals,
+            trust=options.trust,
+            run=self.url,
+        )
 
     def deadline(self) -> Deadline:
         return Deadline.after(self.timeout_s)

@@ -44,17 +44,15 @@ class Watch:
     """
 
     def __init__(self, store: Store, *, after: int | None, newest: bool, poll_s: float, timeout_s: float) -> None:
-        check_seconds("poll_s", poll_s)
+        self._pauses = Pauses(store, poll_s)
         self._store = store
         self._newest = newest
-        self._poll_s = poll_s
         self._timeout_s = timeout_s
         self._after = -1 if after is None else step_number(after)
         self._begun = False
         self._known: dict[str, Step] = {}
         self._seen: set[str] = set()
         self._ready: deque[Step] = deque()
-        self._changes = _changes(store)
 
     def __aiter__(self) -> Watch:
         return self
@@ -69,11 +67,7 @@ class Watch:
             await self._poll()
             if self._ready:
                 return
-            pause_s = self._poll_s * random.uniform(1 - _JITTER, 1 + _JITTER)
-            if self._changes is None:
-                await asyncio.sleep(pause_s)
-            else:
-                await self._changes.wait(pause_s)
+            await self._pauses.wait()
 
     async def _poll(self) -> None:
         with time_limit(Deadline.after(self._timeout_s)):
@@ -88,6 +82,23 @@ class Watch:
         # not reported.
         left = {step.name for step in (new_steps((), steps)[-1:] if self._newest else self._known.values())}
         self._ready = deque(step for step in (*self._ready, *fresh) if step.name in left)
+
+
+class Pauses:
+    """The pauses between two looks at a run: ``poll_s`` seconds, give or take a quarter, or until its directory has
+    changed."""
+
+    def __init__(self, store: Store, poll_s: float) -> None:
+        check_seconds("poll_s", poll_s)
+        self._poll_s = poll_s
+        self._changes = _changes(store)
+
+    async def wait(self) -> None:
+        pause_s = self._poll_s * random.uniform(1 - _JITTER, 1 + _JITTER)
+        if self._changes is None:
+            await asyncio.sleep(pause_s)
+        else:
+            await self._changes.wait(pause_s)
 
 
 def _changes(store: Store) -> _Changes | None:

@@ -28,6 +28,7 @@ from .threads import Deadline
 UnmapOutcome: TypeAlias = Literal["unmapped", "kept", "unmapped late"]
 """The outcome for a mapping that is not used any more; ``"unmapped late"`` can only follow ``"kept"``."""
 
+_POPULATE_READ = 22  # MADV_POPULATE_READ; the modules of Python lack the name
 _PIECE_BYTES = 4 << 20  # 1 to 8 ms if its pages are made, less if they are returned
 
 
@@ -175,11 +176,17 @@ def advise(address: int, nbytes: int, advice: int) -> int:
     return int(_madvise()(address, nbytes, advice))
 
 
+def populate_read(address: int, nbytes: int) -> int:
+    """Read all pages of mapped memory, without the GIL. Return 0, or the number of the error: ``EINVAL`` if the system
+    cannot do this, and another one if a page cannot be read, which would end the process if it were touched."""
+    return ctypes.get_errno() if advise(address, nbytes, _POPULATE_READ) else 0
+
+
 @cache
 def _madvise() -> Any:
     """Return ``madvise`` of the C library. It is looked up once, because each look-up makes a class that only a garbage
     collection frees."""
-    function = ctypes.CDLL(None).madvise
+    function = ctypes.CDLL(None, use_errno=True).madvise
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return function
 

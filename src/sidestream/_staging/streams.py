@@ -84,6 +84,20 @@ class Streams:
                 driver.enter(device)
                 driver.wait(stream, driver.record(other))
 
+    def marks(self) -> dict[Any, tuple[Hashable, Any]]:
+        """Record an event on each of these streams, and return the device and the event by stream."""
+        with _failing("", self.devices):
+            return {stream: (device, driver.record(stream)) for driver, device, stream in self.sides}
+
+    def wait_for(self, marks: Collection[tuple[Hashable, Any]]) -> None:
+        """Make each of these streams wait for the events on its device. Does not block the host."""
+        with _failing("", self.devices):
+            for driver, device, stream in self.sides:
+                driver.enter(device)
+                for where, event in marks:
+                    if where == device:
+                        driver.wait(stream, event)
+
     def finish(self) -> None:
         """Wait for the work that was enqueued on these streams so far. Then every other stream may use its results too.
         Called in a worker thread."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from collections.abc import Iterable, Mapping
 from mmap import mmap
 
 import torch
 
 from ..._format.records import Entry, Manifest, TensorEntry
+from ..._runtime.memory_maps import pieces, populate_read
 from ..._runtime.threads import collected, io_threads, pause_point
 from ..._runtime.torch_probes import dtype_from_name
 from ..._storage import RangeSource
+from ...errors import StorageError
+
+_PAGE_BYTES = 4096
 
 
 async def map_tensors(source: RangeSource, manifest: Manifest, fqns: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -25,6 +31,21 @@ async def map_tensors(source: RangeSource, manifest: Manifest, fqns: Iterable[st
     for file in await io_threads().run(_files, entries):
         files[file] = await source.map(file, manifest.files[file])
     return await io_threads().run(_over, entries, files)
+
+
+def make_present(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Make all pages of mapped tensors present, so that no request waits for the disk. Called in a worker thread.
+    Raises ``StorageError`` if one cannot be read."""
+    for fqn, tensor in tensors.items():
+        pause_point()
+        start = tensor.data_ptr() & -_PAGE_BYTES
+        for offset, nbytes in pieces(tensor.data_ptr() + tensor.nbytes - start):
+            number = populate_read(start + offset, nbytes)
+            if number == errno.EINVAL:  # Linux before 5.14, or another system: a page that cannot be read is fatal here
+                tensor.view(-1).view(torch.uint8)[::_PAGE_BYTES].sum()
+                break
+            if number:
+                raise StorageError(number, f"{fqn}: a page of its file cannot be read ({os.strerror(number)})")
 
 
 def _mappable(entries: Mapping[str, Entry], fqns: Iterable[str]) -> dict[str, TensorEntry]:

@@ -1,0 +1,83 @@
+"""The tensors of a checkpoint that the places of a ``Live`` get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from .._layout.names import new_names
+from .._load.checkpoint import Checkpoint, TensorInfo
+from .._runtime.threads import pause_point
+from ..errors import (
+    DtypeMismatchError,
+    InvalidOptionError,
+    KindMismatchError,
+    MissingKeysError,
+    ShapeMismatchError,
+    SidestreamError,
+    StateMismatchError,
+    listed,
+)
+from ..options import Names
+from .shells import Place
+
+
+def match(checkpoint: Checkpoint, places: Mapping[str, Place], names: Names | None) -> dict[str, str]:
+    """Return the FQN in the checkpoint for each of ``places``, by their first names. Called in a worker thread.
+
+    Raises a ``StateMismatchError`` that lists all differences, and what ``new_names`` raises."""
+    try:
+        renamed = new_names(names, checkpoint, checkpoint.url)
+    except SidestreamError:
+        raise
+    except Exception as error:
+        raise InvalidOptionError(f"names= raised {type(error).__name__}: {error}") from error
+    saved = {new: fqn for fqn, new in renamed.items() if new is not None}
+    found: dict[str, str] = {}
+    missing: list[str] = []
+    problems: dict[str, type[StateMismatchError]] = {}
+    for leader, place in places.items():
+        pause_point()
+        name = next((name for name in place.names if name in saved), None)
+        if name is None:
+            missing.append(leader)
+            problems[f"{leader}: the checkpoint does not have it"] = MissingKeysError
+            continue
+        found[leader] = saved[name]
+        if difference := _difference(checkpoint[saved[name]], place):
+            problems[f"{name}: {difference[0]}"] = difference[1]
+    if problems:
+        kinds = {*problems.values()}
+        kind = kinds.pop() if len(kinds) == 1 else StateMismatchError
+        lines = [*problems]
+        text = f"{checkpoint.url} does not fit the weights that are served:\n  {listed(lines)}"
+        raise kind(text + _advice(missing, saved), lines)
+    return found
+
+
+def _difference(info: TensorInfo | None, place: Place) -> tuple[str, type[StateMismatchError]] | None:
+    if info is None or info.kind:
+        what = "a plain value" if info is None else f"a tensor of the kind {info.kind}"
+        return f"it is {what} in the checkpoint", KindMismatchError
+    if info.shape != place.shape:
+        return f"it has shape {list(info.shape)}, and {list(place.shape)} is served", ShapeMismatchError
+    floating = info.dtype.is_floating_point and place.dtype.is_floating_point
+    if info.dtype != place.dtype and not floating:
+        return f"it has dtype {info.dtype}, and {place.dtype} is served", DtypeMismatchError
+    return None
+
+
+def _advice(missing: list[str], saved: Mapping[str, str]) -> str:
+    """Return the call that finds all ``missing`` names, if they have one prefix in the checkpoint."""
+    if not missing:
+        return ""
+    first = missing[0]
+    prefixes = [name.removesuffix(first) for name in saved if name.endswith(f".{first}")]
+    whole = [prefix for prefix in prefixes if all(prefix + name in saved for name in missing)]
+    return f"\n  The names have a prefix: names=sidestream.strip_prefix({min(whole, key=len)!r})" if whole else ""
+
+
+def dtypes_of(found: Mapping[str, str], places: Mapping[str, Place]) -> dict[str, torch.dtype]:
+    """Return the dtype in which each FQN of ``match`` is served."""
+    return {fqn: places[leader].dtype for leader, fqn in found.items()}
