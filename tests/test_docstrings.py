@@ -24,13 +24,15 @@ from sidestream import errors
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+FRAMEWORKS = all(map(find_spec, ("accelerate", "lightning", "transformers")))
+"""Whether the frameworks that the tests install are there."""
 MODULES = (
     "sidestream",
     "sidestream.blocking",
     "sidestream.dcp",
     "sidestream.errors",
     "sidestream.events",
-    *(f"sidestream.integrations.{name}" for name in ("accelerate", "lightning", "transformers") if find_spec(name)),
+    *(f"sidestream.integrations.{name}" for name in ("accelerate", "lightning", "transformers") if FRAMEWORKS),
     "sidestream.observability",
     "sidestream.options",
     "sidestream.signing",
