@@ -279,13 +279,13 @@ OWN_TESTS: dict[str, tuple[str, ...]] = {
         "tests_pytorch/checkpointing/test_model_checkpoint.py",
     ),
 }
-"""Files of a framework's own tests. ``SIDESTREAM_LIGHTNING_TESTS`` and so on is the directory of
-them: ``tests`` in the sources of the release in constraints.txt. They are not in this repository."""
+"""Files of a framework's own tests. ``SIDESTREAM_LIGHTNING_TESTS`` and so on is their directory: ``tests`` in the sources
+of the release in constraints.txt. They are not in this repository."""
 
 
 def _run_own_tests(session: nox.Session, name: str, folder: Path) -> None:
-    """Run a framework's own tests as they are, and those that passed once more with sidestream in its place. The page of
-    the framework says which do not apply, and why; the number of them is for a person to compare."""
+    """Run a framework's own tests as they are, and those that passed once more with sidestream in its place. The page
+    of the framework says which do not apply, and why; a person compares them."""
     session.install("-c", "constraints.txt", "cloudpickle", "jsonargparse", silent=True)
     stock = Path(session.create_tmp(), "passed_with_stock.txt").absolute()
     plugins = (

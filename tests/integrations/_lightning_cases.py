@@ -67,7 +67,7 @@ def module_of(pl: Any, kind: str) -> Any:
                 seed = 1000 * self.global_step + self.global_rank
                 batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed))
             loss = self.net(batch).square().mean()
-            self.log("train.loss", loss)
+            self.log("train.loss", loss, sync_dist=True)
             return loss
 
         def test_step(self, batch: torch.Tensor, index: int) -> None: ...
