@@ -279,8 +279,8 @@ OWN_TESTS: dict[str, tuple[str, ...]] = {
         "tests_pytorch/checkpointing/test_model_checkpoint.py",
     ),
 }
-"""Files of a framework's own tests. ``SIDESTREAM_LIGHTNING_TESTS`` and so on is their directory: ``tests`` in the sources
-of the release in constraints.txt. They are not in this repository."""
+"""Files of a framework's own tests. ``SIDESTREAM_LIGHTNING_TESTS`` and so on is their directory: ``tests`` in the
+sources of the release in constraints.txt. They are not in this repository."""
 
 
 def _run_own_tests(session: nox.Session, name: str, folder: Path) -> None:
