@@ -30,6 +30,8 @@ def _child(module: Any, order: dict[str, Any], answer: int) -> None:
         result = {"raised": traceback.format_exc()}
     with os.fdopen(answer, "w") as out:
         json.dump(result, out)
+    if "raised" in result:
+        os._exit(1)  # saves that the case still holds would keep the process
     sys.exit(0)  # as a program ends, with what runs at exit
 
 

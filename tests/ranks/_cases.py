@@ -54,7 +54,7 @@ def warm_up() -> None:
     import pkgutil
 
     for module in pkgutil.walk_packages(sidestream.__path__, "sidestream."):
-        if "__main__" not in module.name:
+        if "__main__" not in module.name and not module.name.startswith("sidestream.integrations."):
             importlib.import_module(module.name)
     importlib.import_module("torch._dynamo")  # which the first DTensor or optimizer of every rank would import
 

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import new_class
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import fsspec
 import torch
@@ -129,6 +130,7 @@ class SidestreamCheckpointIO(_Base):
         self._raise_error()
         storage = self._storage if storage_options is None else {"storage_options": storage_options}
         place, replaced = self._place(name)
+        _SAVING.add(self)
         if self._stager is None:
             self._stager = self._given_stager or AsyncStager()
         pending = async_save(
@@ -158,7 +160,8 @@ class SidestreamCheckpointIO(_Base):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read the checkpoint at ``path``, after a save to it that is in progress. A file is read by Lightning.
+        """Read the checkpoint at ``path``, after a save of this process to it that is in progress. A file is read by
+        Lightning.
 
         Args:
             path: The name of the checkpoint.
@@ -174,7 +177,7 @@ class SidestreamCheckpointIO(_Base):
             SidestreamError: An earlier save or removal has failed, or the storage did.
         """
         name = _name(path)
-        self._wait([job for job in self._jobs if job.path == name])
+        self._wait([job for one in _SAVING for job in one._jobs if job.path == name])
         self._raise_error()
         place = ([name] if "://" in name else _versions(name) or [name])[-1]
         if self._is_file(place):
@@ -263,6 +266,10 @@ class SidestreamCheckpointIO(_Base):
                 blocking.remove(place, **self._storage)
             except (CheckpointNotFoundError, CheckpointExistsError):  # what Lightning itself has written, or nothing
                 _PLUGINS[0].TorchCheckpointIO().remove_checkpoint(place)
+
+
+_SAVING: WeakSet[SidestreamCheckpointIO] = WeakSet()
+"""Those that have saved: another trainer of this process may load what one of them is saving."""
 
 
 def _committed(pending: PendingSave) -> None:

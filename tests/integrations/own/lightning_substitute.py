@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from lightning.fabric.strategies import strategy
+from lightning.fabric.strategies import strategy as of_fabric
+from lightning.pytorch.strategies import strategy
 
 from sidestream.integrations.lightning import SidestreamCheckpointIO
 
-strategy.TorchCheckpointIO = SidestreamCheckpointIO
+of_fabric.TorchCheckpointIO = strategy.TorchCheckpointIO = SidestreamCheckpointIO
