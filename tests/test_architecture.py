@@ -62,9 +62,6 @@ USERS = frozenset({"integrations", "testing"})  # rooms that nothing imports, an
 PURE_ROOMS = frozenset({"_format", "_layout"})
 SCHEDULING = frozenset({f"{PACKAGE}._runtime.threads", f"{PACKAGE}._runtime.gil"})
 
-FRAMEWORKS = f"{PACKAGE}.integrations."
-"""Modules below this name need frameworks that are not installed everywhere."""
-
 Rows = Sequence[frozenset[str]]
 
 LOOP_MAKERS = frozenset({

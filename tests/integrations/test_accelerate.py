@@ -85,6 +85,7 @@ def test_another_number_of_ranks(program: Program, tmp_path: Path) -> None:
     assert ended(program, tmp_path, "run", steps=30, world=3)["seen"] == 30 * 4
 
 
+@pytest.mark.long
 def test_sharded_parameters_on_another_number_of_ranks(program: Program, tmp_path: Path) -> None:
     """``save_state`` with ``use_dcp=False`` writes a file for each rank, which only as many ranks can read."""
     request = {"work": "shard", "out": str(tmp_path / "run")}

@@ -54,7 +54,7 @@ def kill_and_resume(lightning: Server, directory: Path, kills: int, seed: int) -
     return lightning.run("train", directory)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.long)])
 def test_a_run_that_was_killed_ends_as_one_that_was_not(
     kills: int, lightning: Server, unkilled: list[str], tmp_path: Path
 ) -> None:
