@@ -171,6 +171,9 @@ async def test_a_disk_that_hangs_holds_up_no_save(
         journal.close()
         assert len(committed) == 3
         assert journal.lost > lost
+        lost = journal.lost
+        journal.close()
+        assert journal.lost == lost
         assert len([record for record in caplog.records if "loses events" in record.getMessage()]) == 1
     finally:
         os.close(reader)  # which ends the write

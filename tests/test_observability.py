@@ -20,9 +20,10 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import Sampler
 from opentelemetry.trace import StatusCode
 from phases import ALL_KINDS, watched
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 
 import sidestream
 from sidestream import events
@@ -100,6 +101,16 @@ def test_prometheus_can_be_made_again_and_not_twice() -> None:
     assert len(list(registry.collect())) == len(MEASURES)
     first.close()
     first.close()
+    Prometheus(registry).close()
+
+
+def test_prometheus_that_cannot_be_made_leaves_no_collectors() -> None:
+    registry = CollectorRegistry()
+    theirs = Counter("sidestream_loads", "Of the user", registry=registry)
+    with pytest.raises(ValueError, match="sidestream_loads"):
+        Prometheus(registry)
+    assert len(list(registry.collect())) == 1
+    registry.unregister(theirs)
     Prometheus(registry).close()
 
 
@@ -250,6 +261,26 @@ def test_dilation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.run_s == 50
 
 
+def test_a_wait_of_another_task_makes_no_step_shorter_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 20 steps beside a save, each is 0.5 s longer. In the last one a wait ends that began long before it."""
+    now = 0.0
+    monkeypatch.setattr(
+        "sidestream.observability.costs.time", SimpleNamespace(monotonic=lambda: now, time_ns=lambda: 0)
+    )
+    with Costs() as costs:
+        for _ in range(20):
+            with costs.step():
+                now += 1.0
+        events.emit(events.SaveStarted(SaveContext("save", "a")))
+        for number in range(20):
+            with costs.step():
+                now += 1.5
+                if number == 19:
+                    events.emit(waited(0, 20))
+        report = costs.report()
+    assert report.seconds["dilation"] == pytest.approx(19 * 1.5 - 20)
+
+
 def test_a_report_of_nothing() -> None:
     with Costs() as costs:
         report = costs.report()
@@ -333,6 +364,20 @@ def test_spans_that_are_open_end_with_the_observer() -> None:
         events.emit(events.SaveStarted(SaveContext("save", "a")))
         events.emit(events.SavePlanned(SaveContext("save", "a")))
     assert [len(exported.spans(f"sidestream.{name}")) for name in ("save", "plan")] == [1, 1]
+
+
+def test_what_fails_at_the_end_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
+    class Refuses(Sampler):
+        def should_sample(self, *_: object, **__: object) -> Any:
+            raise ValueError("no span")
+
+        def get_description(self) -> str:
+            return "refuses"
+
+    with OpenTelemetry(TracerProvider(sampler=Refuses())) as observer:
+        events.emit(events.SaveStarted(SaveContext("save", "a")))
+    assert observer.lost == 1
+    assert len([record for record in caplog.records if "loses events: no span" in record.getMessage()]) == 1
 
 
 @pytest.mark.parametrize("ended", ["one", "two"])

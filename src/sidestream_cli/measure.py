@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,7 +91,8 @@ class _Bench:
         descriptor = _open_direct(self._plain, flags)
         try:
             if flags & os.O_CREAT and hasattr(os, "posix_fallocate"):  # as a save does
-                os.posix_fallocate(descriptor, 0, self._nbytes)
+                with suppress(OSError):  # a file system without it
+                    os.posix_fallocate(descriptor, 0, self._nbytes)
             with ThreadPoolExecutor(_THREADS) as threads:
                 list(threads.map(lambda lane: _lane(descriptor, lane, self._nbytes, move), range(_THREADS)))
             if flags & os.O_CREAT:

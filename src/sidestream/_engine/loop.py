@@ -90,8 +90,10 @@ class OperationLoop:
             return
         # ``call`` is a system call in which this thread would lose the GIL: to the loop, or for 5 ms to a thread that
         # computes.
-        self._starts.append((contextvars.copy_context(), partial(self._start, work, name)))
-        write_holding_gil(self._write_end, b"0", 1)
+        try:
+            self._starts.append((contextvars.copy_context(), partial(self._start, work, name)))
+        finally:  # after an interrupt too: what has been appended holds a slot, which only its end gives back
+            write_holding_gil(self._write_end, b"0", 1)
 
     def _begin_all(self) -> None:
         with suppress(BlockingIOError):

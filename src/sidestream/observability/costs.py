@@ -193,7 +193,7 @@ class Costs(EventObserver):
         seconds = time.monotonic() - began
         waited_then, started_then, _ = self._state()
         beside = saving or started_then > started
-        seconds -= waited_then - waited
+        seconds = max(seconds - (waited_then - waited), 0.0)  # a wait of another task may have begun before the step
         with self._lock:
             self._steps[beside] += 1
             self._seconds[beside] += seconds

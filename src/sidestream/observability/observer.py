@@ -57,7 +57,7 @@ class QueuedObserver(EventObserver):
         self._name = name
         self._pid = os.getpid()
         self._lost = 0
-        self._warned = False
+        self._warned = self._closed = False
         self._queue: queue.SimpleQueue[tuple[Event, Any] | None] = queue.SimpleQueue()
         threads = Threads(f"sidestream-{type(self).__name__}", 1)
         self._done: Future[None] = threads.submit(self._take_all)
@@ -77,8 +77,9 @@ class QueuedObserver(EventObserver):
         """
         super().close()
         atexit.unregister(self.close)
-        if os.getpid() != self._pid or self._done.done():
+        if os.getpid() != self._pid or self._closed or self._done.done():
             return
+        self._closed = True
         self._queue.put(None)
         try:
             self._done.result(_CLOSE_S)
@@ -113,7 +114,10 @@ class QueuedObserver(EventObserver):
                 except Exception as error:
                     self._lose(1, error)
         finally:
-            self._end()
+            try:
+                self._end()
+            except Exception as error:  # ``close`` of a file may be the first to say that the disk is full
+                self._lose(0, error)
 
     def _take(self, event: Event, noted: Any) -> None:
         """Take one event, and what was noted when it was emitted."""

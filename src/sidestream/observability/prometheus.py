@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any
 
@@ -40,11 +41,13 @@ class Prometheus(EventObserver):
         self._registry = REGISTRY if registry is None else registry
         self._constant = dict(labels or {})
         self._found: dict[str, tuple[Any, str]] = {}
-        for one in MEASURES:
-            name, labelnames = f"sidestream_{one.prometheus}", (*self._constant, *one.labels)
-            made = makers.get(one.kind, Gauge)(name, one.about, labelnames, registry=self._registry)
-            self._found[one.name] = made, _USES[one.kind]
-        self._registered = [made for made, _ in self._found.values()]
+        with ExitStack() as registered:
+            for one in MEASURES:
+                name, labelnames = f"sidestream_{one.prometheus}", (*self._constant, *one.labels)
+                made = makers.get(one.kind, Gauge)(name, one.about, labelnames, registry=self._registry)
+                registered.callback(self._registry.unregister, made)
+                self._found[one.name] = made, _USES[one.kind]
+            self._registered = registered.pop_all()
         bound = cache(self._bound)
         self._measures = Measures(lambda name, value, *labels: bound(name, *labels)(value))
         super().__init__()
@@ -52,8 +55,7 @@ class Prometheus(EventObserver):
     def close(self) -> None:
         """Observe no more, and remove the collectors from the registry. Calling it again has no effect."""
         super().close()
-        while self._registered:
-            self._registry.unregister(self._registered.pop())
+        self._registered.close()
 
     def _observe(self, event: Event) -> None:
         self._measures.take(event)
