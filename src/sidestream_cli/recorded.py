@@ -37,8 +37,9 @@ def trace(journals: Journals, output: Annotated[str, typer.Option("--output", "-
     from sidestream.observability.trace import trace_of
 
     found = trace_of([_read(path, quiet=False) for path in journals])
+    content = json.dumps(found)  # first: what takes long leaves no part of a file when it is interrupted
     with open(output, "w", encoding="utf-8") as file:
-        json.dump(found, file)
+        file.write(content)
     say(f"{output}: {len(found['traceEvents'])} events")
     return 0
 
