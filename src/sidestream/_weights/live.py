@@ -119,8 +119,8 @@ class Live:
         self._swaps = 0
         self._next: ThreadFuture[Shell] | None = None
         """What waits for a free shell."""
-        self._swapped: ThreadFuture[None] = ThreadFuture()
-        """Done when other weights are served."""
+        self._changes: set[ThreadFuture[None]] = set()
+        """What waits for other weights."""
 
     # --- reading ---
 
@@ -177,11 +177,16 @@ class Live:
 
     async def _changed(self, served: ServedVersion | None) -> None:
         """Wait until other weights are served than ``served``, on any loop."""
+        changed: ThreadFuture[None] = ThreadFuture()
         with self._lock:
-            changed = self._swapped
             if self._served is not served:
                 return
-        await asyncio.shield(asyncio.wrap_future(changed))
+            self._changes.add(changed)
+        try:
+            await asyncio.shield(asyncio.wrap_future(changed))
+        finally:
+            with self._lock:
+                self._changes.discard(changed)
 
     # --- exchanging ---
 
@@ -296,9 +301,10 @@ class Live:
         with self._lock:
             before, self._served = self._served, served
             self._swaps += 1
-            swapped, self._swapped = self._swapped, ThreadFuture()
+            changes, self._changes = self._changes, set()
             waiter = self._claim_for_next(before.shell)
-        swapped.set_result(None)
+        for changed in changes:
+            changed.set_result(None)
         _resolve(waiter, before.shell)
 
     # --- state ---
