@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.distributed.tensor
 from _modules import KINDS, Tied, answer, build, floats, weights_of
 from torch import nn
@@ -273,6 +274,16 @@ async def test_copies_that_are_compiled_are_not_compiled_again() -> None:
         compilations.append(counter.frame_count)
     assert compilations[2] == compilations[-1], compilations
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [lambda one: one.register_parameter("weight", nn.Parameter(torch.ones(1))), lambda one: one.double()],
+    ids=["replaced", "converted"],
+)
+def test_code_that_prepares_copies_may_not_exchange_their_weights(prepare: Callable[[nn.Module], object]) -> None:
+    with pytest.raises(UnsupportedModuleError, match=r"weight was .* prepare="):
+        sidestream.Live(nn.Linear(2, 2), prepare=prepare)
 
 
 def linear_of(value: float) -> nn.Module:
