@@ -211,6 +211,7 @@ async def test_wrong_arguments() -> None:
         ({"t3": torch.ones(2)}, ShapeMismatchError, r"t3: shape \[2\], and \[257\]"),
         ({"t3": torch.ones(ELEMENTS).double()}, DtypeMismatchError, "t3: dtype torch.float64"),
         ({"t3": torch.ones(ELEMENTS, device="meta")}, StateMismatchError, "t3: on meta, and cpu"),
+        ({"t3": torch.ones(ELEMENTS).to_sparse()}, StateMismatchError, "t3: is a torch.sparse_coo"),
         ({"t3": None, "t4": torch.ones(1)}, StateMismatchError, "t3: missing\n  t4: shape"),
     ],
 )

@@ -92,6 +92,12 @@ def with_attribute(value: Callable[[nn.Module], Any], name: str = "hidden") -> C
     return made
 
 
+def with_view() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.register_buffer("hidden", module.weight.detach().t(), persistent=False)
+    return module
+
+
 def with_hook(hook: Callable[[nn.Module], Callable[..., Any]]) -> Callable[[], nn.Module]:
     def made() -> nn.Module:
         module = linear()
@@ -215,6 +221,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "weight norm by a hook": (old_weight_norm, "0.weight is a tensor|cannot copy"),
     "quantized": (quantized, "state_dict\\(\\) makes"),
     "script": (scripted, "0 is a ScriptModule"),
+    "view of weights": (with_view, "hidden is a view of weights"),
     "torch.compile": (lambda: torch.compile(linear(), backend="eager"), "prepare="),
     "compiled in place": (compiled, "prepare="),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(4)), "0.weight has no shape yet"),

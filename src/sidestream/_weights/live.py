@@ -28,6 +28,7 @@ from ..errors import (
     listed,
 )
 from ..options import plain_integer
+from .refusals import problem_of
 from .shells import Place, Shell, Shells
 
 
@@ -196,8 +197,8 @@ class Live:
         """Serve these weights from now on, when a copy is free of readings.
 
         On the host the tensors are not copied: they belong to this object from now on and must not change. If another
-        call comes while this one waits, this one gives way. A cancel leaves the weights as they are, or serves the new
-        ones as a whole.
+        call comes while this one waits, this one gives way; the step of a follower comes after it. A cancel leaves the
+        weights as they are, or serves the new ones as a whole.
 
         Args:
             tensors: A tensor for each name of the state dict; one suffices for names that are tied.
@@ -338,6 +339,8 @@ def _resolve(waiter: ThreadFuture[Shell] | None, shell: Shell) -> None:
 
 
 def _difference(place: Place, tensor: torch.Tensor) -> tuple[str, type[StateMismatchError]] | None:
+    if problem := problem_of(tensor):
+        return problem, StateMismatchError
     if tensor.shape != place.shape:
         return f"shape {list(tensor.shape)}, and {list(place.shape)} is served", ShapeMismatchError
     if tensor.dtype != place.dtype:
