@@ -506,6 +506,24 @@ async def test_the_program_refuses_weights_and_its_code_runs_on_its_loop(tmp_pat
     ]  # fmt: skip
 
 
+async def test_a_hook_that_awaits_what_was_cancelled_refuses_the_step(tmp_path: Path) -> None:
+    async def accept(candidate: sidestream.Candidate) -> bool:
+        if candidate.step == 1:
+            other = asyncio.get_running_loop().create_future()
+            other.cancel()
+            await other
+        return True
+
+    await save(tmp_path, 1)
+    live = Live(Tell())
+    async with following(tmp_path, live, accept=accept) as follower:
+        await until(lambda: follower.health().passed_over or follower._task.done())
+        assert "accept= raised CancelledError" in follower.health().passed_over["step-1"]
+        await save(tmp_path, 2)
+        await follower.ready(timeout_s=PATIENCE_S)
+        assert serves(live, "step-2") == {2.0}
+
+
 async def test_metadata_of_a_candidate(tmp_path: Path) -> None:
     seen = []
     async with sidestream.Checkpointer(tmp_path) as checkpoints:

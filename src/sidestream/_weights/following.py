@@ -435,6 +435,9 @@ async def _call(hook: Hook, name: str, candidate: Candidate) -> Any:
     try:
         answer: Any = hook(candidate)
         return await answer if inspect.isawaitable(answer) else answer
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+            raise  # otherwise the hook awaited what was cancelled, and the follower was not
         text = f"{candidate.stamp}: {name}= raised {type(error).__name__}: {error}"
         raise RefusedVersionError(text) from error
