@@ -258,7 +258,7 @@ class Live:
             older.set_exception(SkippedError("a newer version took the place of this one, which waited for readings"))
         try:
             return await asyncio.shield(asyncio.wrap_future(mine))
-        except asyncio.CancelledError:
+        except BaseException:  # a cancel, ``SkippedError``, or the end of a coroutine whose loop was dropped
             with self._lock:
                 if self._next is mine:
                     self._next = None
