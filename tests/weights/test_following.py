@@ -225,8 +225,9 @@ async def test_nothing_but_damage(tmp_path: Path) -> None:
     flip(tmp_path / "step-1")
     live = Live(Tell())
     async with following(tmp_path, live) as follower:
+        await until(lambda: follower.health().passed_over)
         with pytest.raises(DeadlineExceededError, match="step-1: CorruptCheckpointError"):
-            await follower.ready(timeout_s=1)
+            await follower.ready(timeout_s=0.01)
         assert live.stamp is None
         shutil.rmtree(tmp_path / "step-1")
         await save(tmp_path, 1)  # saved again under its name: tried again
@@ -298,6 +299,22 @@ async def test_a_lower_step_is_served_when_the_program_accepts_it(tmp_path: Path
         await save(tmp_path, 30)  # again: no step that was left out
         await until(lambda: live.stamp == "step-30.g2")
         assert serves(live, "step-30.g2") == {30.0}
+
+
+async def test_a_trainer_went_back_and_its_first_step_is_damaged(tmp_path: Path) -> None:
+    await save(tmp_path, 10, 20, 30, 30)
+    live = Live(Tell())
+    async with following(tmp_path, live) as follower:
+        await follower.ready(timeout_s=PATIENCE_S)
+        await asyncio.sleep(1.1)  # markers have whole seconds
+        await save(tmp_path, 15)
+        flip(tmp_path / "step-15")
+        follower.accept_lower()
+        await until(lambda: follower.health().passed_over)
+        await looked(follower)
+        assert live.stamp == "step-30.g2"  # and not step 10, nor the first generation of step 30
+        await save(tmp_path, 16)
+        await until(lambda: live.stamp == "step-16")
 
 
 async def test_retention_is_no_error_and_what_is_served_outlives_its_files(tmp_path: Path) -> None:
@@ -420,12 +437,29 @@ async def test_tensors_that_do_not_fit(changed: dict[str, Any], error: type[Exce
             await follower.ready()
 
 
+async def test_ready_waits_on_when_the_steps_that_do_not_fit_are_gone(tmp_path: Path) -> None:
+    await save(tmp_path, 1)
+    live = Live(Tell())
+    async with following(tmp_path, live, names=None) as follower:
+        with pytest.raises(MissingKeysError):
+            await follower.ready()
+        await sidestream.remove(tmp_path / "step-1")
+        await until(lambda: not follower.health().passed_over)
+        waiting = asyncio.create_task(follower.ready())
+        await asyncio.sleep(0)
+        async with sidestream.Checkpointer(tmp_path) as checkpoints:
+            await checkpoints.save(version(2), step=2)
+        await waiting
+        assert live.stamp == "step-2"
+
+
 async def test_names_that_raise(tmp_path: Path) -> None:
     await save(tmp_path, 1)
     live = Live(Tell())
     async with following(tmp_path, live, names=lambda name: {}[name]) as follower:
+        await until(lambda: follower.health().passed_over)
         with pytest.raises(DeadlineExceededError, match="names= raised KeyError"):
-            await follower.ready(timeout_s=1)
+            await follower.ready(timeout_s=0.01)
 
 
 async def test_the_program_refuses_weights_and_its_code_runs_on_its_loop(tmp_path: Path) -> None:
@@ -470,6 +504,24 @@ async def test_the_program_refuses_weights_and_its_code_runs_on_its_loop(tmp_pat
         ("accept", "step-2"), ("accept", "step-3"), ("accept", "step-4"), ("accept", "step-5"), ("before", "step-5"),
         ("accept", "step-6"), ("before", "step-6"), ("after", "step-6"),
     ]  # fmt: skip
+
+
+async def test_a_hook_that_awaits_what_was_cancelled_refuses_the_step(tmp_path: Path) -> None:
+    async def accept(candidate: sidestream.Candidate) -> bool:
+        if candidate.step == 1:
+            other = asyncio.get_running_loop().create_future()
+            other.cancel()
+            await other
+        return True
+
+    await save(tmp_path, 1)
+    live = Live(Tell())
+    async with following(tmp_path, live, accept=accept) as follower:
+        await until(lambda: follower.health().passed_over or follower._task.done())
+        assert "accept= raised CancelledError" in follower.health().passed_over["step-1"]
+        await save(tmp_path, 2)
+        await follower.ready(timeout_s=PATIENCE_S)
+        assert serves(live, "step-2") == {2.0}
 
 
 async def test_metadata_of_a_candidate(tmp_path: Path) -> None:
@@ -546,6 +598,25 @@ async def test_a_version_that_waits_for_readings_is_shown(tmp_path: Path) -> Non
             assert reading.module() == {1.0}
         await until(lambda: live.stamp == "step-4")
         assert live.health().swaps == 3  # step 3 was never fetched
+
+
+async def test_weights_that_the_program_installs_come_before_a_step_that_waits(tmp_path: Path) -> None:
+    await save(tmp_path, 1)
+    live = Live(Tell(), max_old=0)
+    async with following(tmp_path, live) as follower:
+        await follower.ready()
+        with live.reading():
+            await save(tmp_path, 2)
+            await until(lambda: live.stamp == "step-2")
+            await save(tmp_path, 3)
+            await until(lambda: follower.health().waiting)
+            installing = asyncio.create_task(live.install(version(50), stamp="50"))
+            await until(lambda: not follower.health().waiting)
+            await looked(follower)
+            assert live.health().waiting
+        await installing
+        await until(lambda: live.stamp == "step-3")
+        assert live.health().swaps == 4
 
 
 # --- its life ---

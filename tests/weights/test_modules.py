@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.distributed.tensor
 from _modules import KINDS, Tied, answer, build, floats, weights_of
 from torch import nn
@@ -89,6 +90,12 @@ def with_attribute(value: Callable[[nn.Module], Any], name: str = "hidden") -> C
         return module
 
     return made
+
+
+def with_view() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.register_buffer("hidden", module.weight.detach().t(), persistent=False)
+    return module
 
 
 def with_hook(hook: Callable[[nn.Module], Callable[..., Any]]) -> Callable[[], nn.Module]:
@@ -214,6 +221,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "weight norm by a hook": (old_weight_norm, "0.weight is a tensor|cannot copy"),
     "quantized": (quantized, "state_dict\\(\\) makes"),
     "script": (scripted, "0 is a ScriptModule"),
+    "view of weights": (with_view, "hidden is a view of weights"),
     "torch.compile": (lambda: torch.compile(linear(), backend="eager"), "prepare="),
     "compiled in place": (compiled, "prepare="),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(4)), "0.weight has no shape yet"),
@@ -273,6 +281,16 @@ async def test_copies_that_are_compiled_are_not_compiled_again() -> None:
         compilations.append(counter.frame_count)
     assert compilations[2] == compilations[-1], compilations
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [lambda one: one.register_parameter("weight", nn.Parameter(torch.ones(1))), lambda one: one.double()],
+    ids=["replaced", "converted"],
+)
+def test_code_that_prepares_copies_may_not_exchange_their_weights(prepare: Callable[[nn.Module], object]) -> None:
+    with pytest.raises(UnsupportedModuleError, match=r"weight was .* prepare="):
+        sidestream.Live(nn.Linear(2, 2), prepare=prepare)
 
 
 def linear_of(value: float) -> nn.Module:

@@ -19,7 +19,7 @@ from .._engine.calls import in_operation
 from .._load.open.steps import Step
 from .._run.restore import StepSelector, choose, newest
 from .._run.run import Run
-from .._run.steps import changed_among, list_steps
+from .._run.steps import changed_among, list_generations
 from .._run.watch import Pauses
 from .._runtime.public import Displayed, Table, public
 from .._runtime.tasks import create_owned_task, running_loop, wait_out
@@ -194,17 +194,25 @@ class Follower:
             check_seconds("timeout_s", timeout_s)
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._settled.wait()
+                while True:
+                    await self._settled.wait()
+                    if self._served is not None:
+                        return
+                    self._raise_what_settles()
+                    self._settled.clear()  # the steps that did not fit are gone
         if self._served is not None:
             return
-        if self._task.done():
-            raise ClosedError(f"the follower of {self._run.url} has ended: {self._problem}") from self._problem
-        for error in self._passed_over.values():
-            if isinstance(error, StateMismatchError) and self._settled.is_set():
-                raise error
         known = {**self._reasons(), **({"the last attempt": str(self._problem)} if self._problem else {})}
         why = "; ".join(f"{name}: {reason}" for name, reason in known.items()) or "the run has no step"
         raise DeadlineExceededError(f"no step of {self._run.url} could be served within {timeout_s} s: {why}")
+
+    def _raise_what_settles(self) -> None:
+        """Raise the reason why waiting for the first step is of no use."""
+        if self._task is None or self._task.done():
+            raise ClosedError(f"the follower of {self._run.url} has ended: {self._problem}") from self._problem
+        for error in list(self._passed_over.values()):
+            if isinstance(error, StateMismatchError):
+                raise error
 
     def accept_lower(self) -> None:
         """Serve a step with a lower number, if it was saved later than the one that is served: a trainer went back.
@@ -228,7 +236,8 @@ class Follower:
         )
 
     def _reasons(self) -> dict[str, str]:
-        return {name: f"{type(error).__name__}: {error}" for name, error in self._passed_over.items()}
+        passed_over = list(self._passed_over.items())  # at once, because the operation loop changes it
+        return {name: f"{type(error).__name__}: {error}" for name, error in passed_over}
 
     async def __aenter__(self) -> Follower:
         running_loop("following")
@@ -268,11 +277,13 @@ class Follower:
         """Look at the run, and take up what is new. Return whether to look again at once."""
         try:
             if await in_operation(self._look, "following"):
+                if self._live._next is not None:  # what the program installs waits for a copy, and comes first
+                    return False
                 await self._take()
                 return True
             self._problem = None
-        except SkippedError:  # the program has installed other weights meanwhile
-            return True
+        except SkippedError:  # the program installs other weights
+            return False
         except (CheckpointNotFoundError, IncompleteCheckpointError):  # deleted since it was chosen
             await asyncio.sleep(_GONE_S)
             return True
@@ -306,16 +317,17 @@ class Follower:
         return self._goes_back or await served.current(self._run.store) is None
 
     async def _exclude_higher(self) -> None:
-        """Leave out the steps above the one that was saved last, if that is lower than the one that is served."""
+        """If the step that was saved last is lower than the one that is served, leave out the steps above it, and those
+        that were not saved later than the one that is served."""
         served = self._served
         if served is None or served.marker is None:
             return
-        steps = [step for step in await list_steps(self._run.store) if step.marker and step.name not in self._left_out]
-        last = max(steps, key=lambda step: (step.marker.saved_at if step.marker else 0, step.order), default=None)
-        if last is None or last.marker is None or last.order >= served.order:
-            return
-        if last.marker.saved_at >= served.marker.saved_at:
-            self._left_out |= {step.name: step for step in (*steps, served) if step.order > last.order}
+        found = [step for step in await list_generations(self._run.store, {}) if step.name not in self._left_out]
+        times = {step: step.marker.saved_at for step in (*found, served) if step.marker}
+        last = max(times, key=lambda step: (times[step], step.order))
+        if last.order < served.order:
+            others = (step for step, time in times.items() if step.order > last.order or time <= times[served])
+            self._left_out |= {step.name: step for step in others}
             self._lower, self._goes_back = False, True
 
     async def _take(self) -> None:
@@ -423,6 +435,9 @@ async def _call(hook: Hook, name: str, candidate: Candidate) -> Any:
     try:
         answer: Any = hook(candidate)
         return await answer if inspect.isawaitable(answer) else answer
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+            raise  # otherwise the hook awaited what was cancelled, and the follower was not
         text = f"{candidate.stamp}: {name}= raised {type(error).__name__}: {error}"
         raise RefusedVersionError(text) from error

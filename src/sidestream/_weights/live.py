@@ -28,6 +28,7 @@ from ..errors import (
     listed,
 )
 from ..options import plain_integer
+from .refusals import problem_of
 from .shells import Place, Shell, Shells
 
 
@@ -119,8 +120,8 @@ class Live:
         self._swaps = 0
         self._next: ThreadFuture[Shell] | None = None
         """What waits for a free shell."""
-        self._swapped: ThreadFuture[None] = ThreadFuture()
-        """Done when other weights are served."""
+        self._changes: set[ThreadFuture[None]] = set()
+        """What waits for other weights."""
 
     # --- reading ---
 
@@ -177,11 +178,16 @@ class Live:
 
     async def _changed(self, served: ServedVersion | None) -> None:
         """Wait until other weights are served than ``served``, on any loop."""
+        changed: ThreadFuture[None] = ThreadFuture()
         with self._lock:
-            changed = self._swapped
             if self._served is not served:
                 return
-        await asyncio.shield(asyncio.wrap_future(changed))
+            self._changes.add(changed)
+        try:
+            await asyncio.shield(asyncio.wrap_future(changed))
+        finally:
+            with self._lock:
+                self._changes.discard(changed)
 
     # --- exchanging ---
 
@@ -191,8 +197,8 @@ class Live:
         """Serve these weights from now on, when a copy is free of readings.
 
         On the host the tensors are not copied: they belong to this object from now on and must not change. If another
-        call comes while this one waits, this one gives way. A cancel leaves the weights as they are, or serves the new
-        ones as a whole.
+        call comes while this one waits, this one gives way; the step of a follower comes after it. A cancel leaves the
+        weights as they are, or serves the new ones as a whole.
 
         Args:
             tensors: A tensor for each name of the state dict; one suffices for names that are tied.
@@ -252,7 +258,7 @@ class Live:
             older.set_exception(SkippedError("a newer version took the place of this one, which waited for readings"))
         try:
             return await asyncio.shield(asyncio.wrap_future(mine))
-        except asyncio.CancelledError:
+        except BaseException:  # a cancel, ``SkippedError``, or the end of a coroutine whose loop was dropped
             with self._lock:
                 if self._next is mine:
                     self._next = None
@@ -296,9 +302,10 @@ class Live:
         with self._lock:
             before, self._served = self._served, served
             self._swaps += 1
-            swapped, self._swapped = self._swapped, ThreadFuture()
+            changes, self._changes = self._changes, set()
             waiter = self._claim_for_next(before.shell)
-        swapped.set_result(None)
+        for changed in changes:
+            changed.set_result(None)
         _resolve(waiter, before.shell)
 
     # --- state ---
@@ -332,6 +339,8 @@ def _resolve(waiter: ThreadFuture[Shell] | None, shell: Shell) -> None:
 
 
 def _difference(place: Place, tensor: torch.Tensor) -> tuple[str, type[StateMismatchError]] | None:
+    if problem := problem_of(tensor):
+        return problem, StateMismatchError
     if tensor.shape != place.shape:
         return f"shape {list(tensor.shape)}, and {list(place.shape)} is served", ShapeMismatchError
     if tensor.dtype != place.dtype:

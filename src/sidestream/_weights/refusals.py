@@ -36,12 +36,15 @@ def problems_of(module: torch.nn.Module) -> list[str]:
         elif vars(one).get("_compiled_call_impl") is not None:
             found.append(f"{_named(name)} is compiled, and its copies would not be: {_COMPILE}")
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    found += [f"{name} {problem}" for name, tensor in tensors if (problem := _problem(tensor))]
+    found += [f"{name} {problem}" for name, tensor in tensors if (problem := problem_of(tensor))]
     own = {id(tensor) for _, tensor in tensors}
     inside = module.state_dict(keep_vars=True)
     known = {id(value) for value in inside.values()}
     lacking = [name for name, one in module.named_parameters() if id(one) not in known]
     found += [f"{name} is a parameter that state_dict() leaves out: it would never change" for name in lacking]
+    memory = {_memory_of(value) for value in inside.values() if id(value) in own} - {0}
+    views = [name for name, one in module.named_buffers() if id(one) not in known and _memory_of(one) in memory]
+    found += [f"{name} is a view of weights that state_dict() leaves out: it would never change" for name in views]
     for name, value in inside.items():
         if id(value) not in own:
             kind = "a tensor" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -56,7 +59,8 @@ def _named(name: str) -> str:
     return name or "the module"
 
 
-def _problem(tensor: torch.Tensor) -> str | None:
+def problem_of(tensor: torch.Tensor) -> str | None:
+    """Return why ``tensor`` cannot be swapped."""
     if torch.nn.parameter.is_lazy(tensor):
         return "has no shape yet: call the module once before"
     if type(tensor) not in _TENSORS:
@@ -64,6 +68,11 @@ def _problem(tensor: torch.Tensor) -> str | None:
     if tensor.layout != torch.strided or tensor.is_quantized:
         return f"is a {'quantized tensor' if tensor.is_quantized else tensor.layout} that cannot be swapped"
     return None
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    """Return the address of the storage of ``tensor``; 0 if it has none."""
+    return tensor.untyped_storage().data_ptr() if problem_of(tensor) is None else 0
 
 
 def hidden_state(original: torch.nn.Module, copied: torch.nn.Module) -> list[str]:

@@ -28,6 +28,9 @@ class Place:
     dtype: torch.dtype
     device: torch.device
 
+    def fits(self, tensor: torch.Tensor) -> bool:
+        return (tensor.shape, tensor.dtype, tensor.device) == (self.shape, self.dtype, self.device)
+
 
 @dataclass(slots=True, eq=False)
 class Shell:
@@ -81,11 +84,13 @@ class Shells:
         if not isinstance(model, torch.nn.Module):
             return Shell(None, {name: made[leader] for name, leader in self.leaders.items()})
         copied = _copy(model, {id(tensors[name]): one for name, one in made.items()})
-        inside = copied.state_dict(keep_vars=True)
-        others = [name for name, leader in self.leaders.items() if inside.get(name) is not made[leader]]
-        _refuse([f"{name} is another tensor in a copy than copy.deepcopy() was given for it" for name in others])
         if prepare is not None:
             prepare(copied)
+        inside = copied.state_dict(keep_vars=True)
+        others = [name for name, leader in self.leaders.items() if inside.get(name) is not made[leader]]
+        _refuse([f"{name} was replaced by copy.deepcopy() or prepare=: it would not be swapped" for name in others])
+        moved = [name for name, place in self.places.items() if not place.fits(made[name])]
+        _refuse([f"{name} was converted or moved by prepare=: do that with the module" for name in moved])
         return Shell(copied, dict(inside))
 
     def _tensor(self, place: Place, given: torch.Tensor, first: bool) -> torch.Tensor:

@@ -42,7 +42,8 @@ def make_present(tensors: Mapping[str, torch.Tensor]) -> None:
         for offset, nbytes in pieces(tensor.data_ptr() + tensor.nbytes - start):
             number = populate_read(start + offset, nbytes)
             if number == errno.EINVAL:  # Linux before 5.14, or another system: a page that cannot be read is fatal here
-                tensor.view(-1).view(torch.uint8)[::_PAGE_BYTES].sum()
+                flat = tensor.view(-1).view(torch.uint8)
+                (flat[::_PAGE_BYTES].sum(), flat[-1].item())
                 break
             if number:
                 raise StorageError(number, f"{fqn}: a page of its file cannot be read ({os.strerror(number)})")
