@@ -339,10 +339,17 @@ def what_cannot_be_replaced() -> None:
         assert io.load_checkpoint("last.ckpt")["epoch"] == epoch
     io.teardown()
     assert sorted(os.listdir()) == ["last-r2.ckpt", "log.txt"]
-    os.symlink("last-r2.ckpt", "link.ckpt")
+    os.mkdir("last-r3.ckpt")  # a kill leaves this of a save
+    Path("last-r3.ckpt", "part").touch()
+    for name in ("last.ckpt", "last-r3.ckpt"):  # Lightning takes the newer one for the last
+        assert io.load_checkpoint(name)["epoch"] == 2
+    io.save_checkpoint(STATE, "last.ckpt")
+    io.teardown()
+    assert sorted(os.listdir()) == ["last-r4.ckpt", "log.txt"]
+    os.symlink("last-r4.ckpt", "link.ckpt")
     io.save_checkpoint(STATE, "link.ckpt")
     io.teardown()
-    assert sorted(os.listdir()) == ["last-r2.ckpt", "link-r1.ckpt", "log.txt"]
+    assert sorted(os.listdir()) == ["last-r4.ckpt", "link-r1.ckpt", "log.txt"]
     torch.save(STATE, "file.ckpt")
     io.remove_checkpoint("file.ckpt")
     io.remove_checkpoint("not there.ckpt")
