@@ -53,6 +53,7 @@ class SavesInProgress:
         self._slots = slots
         self._committed = committed
         self._saves: list[_Save] = []
+        self._exports: list[sidestream.PendingExport] = []
         self._stager: sidestream.AsyncStager | None = None
 
     @property
@@ -70,6 +71,7 @@ class SavesInProgress:
             self._stager = sidestream.AsyncStager()
         pending = sidestream.async_save(state, path, stager=self._stager, overwrite=True, **arguments)
         self._saves.append(_Save(pending, path))
+        self._exports = [*(one for one in self._exports if not one.done()), *pending.exports]
 
     def fence(self) -> None:
         """Order what comes next after the copies of the tensors."""
@@ -81,9 +83,9 @@ class SavesInProgress:
         self._wait_until(self._slots)
 
     def wait(self) -> None:
-        """Wait for all saves and their exports, and raise the error of the first save that has failed. The error of an
-        export is logged."""
-        exports = [export for save in self._saves for export in save.pending.exports]
+        """Wait for all saves and for all exports, which may end later than their saves, and raise the error of the first
+        save that has failed. The error of an export is logged."""
+        exports, self._exports = self._exports, []
         try:
             self._wait_until(0)
         finally:
