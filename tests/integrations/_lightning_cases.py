@@ -304,6 +304,7 @@ def what_cannot_be_saved() -> str:
     io = SidestreamCheckpointIO()
     with pytest.raises(UnsafeObjectError, match=r"hyper_parameters\.net") as error:
         io.save_checkpoint({**STATE, "hyper_parameters": {"net": object()}}, "a.ckpt")
+        io.teardown()  # it may be known here only
     io.save_checkpoint(STATE, "b.ckpt")
     io.teardown()
     loaded = io.load_checkpoint("b.ckpt")

@@ -122,7 +122,8 @@ class SidestreamCheckpointIO(_Base):
 
         Raises:
             InvalidOptionError, MissingExtraError, UnsupportedError: The call is wrong, or the storage cannot replace.
-            UnsafeObjectError, UnsupportedTensorError: The state cannot be saved. Of a device, the next call raises it.
+            UnsafeObjectError, UnsupportedTensorError: The state cannot be saved. If this is not known yet, the
+                next call raises it.
             SidestreamError: An earlier save or removal has failed. Nothing was started.
         """
         name = _name(path)
