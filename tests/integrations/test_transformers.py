@@ -21,7 +21,7 @@ from transformers_program import SidestreamTrainer, Tokens, arguments, small_mod
 
 import sidestream
 from sidestream import blocking
-from sidestream.errors import CheckpointExistsError, InvalidOptionError, UnsupportedError
+from sidestream.errors import CheckpointExistsError, InvalidOptionError, UnsafeObjectError, UnsupportedError
 
 
 @pytest.fixture(autouse=True)
@@ -199,6 +199,23 @@ def test_a_save_that_fails_ends_the_training_once(tmp_path: Path) -> None:
     with pytest.raises(CheckpointExistsError, match="checkpoint-3"):
         trainer.train()
     trainer.wait_for_saves()
+
+
+class _Unsafe(transformers.TrainerCallback):
+    """Puts into the optimizer what is not data."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["optimizer"].param_groups[0]["note"] = object()
+
+
+def test_a_state_that_cannot_be_saved_is_an_error_once(tmp_path: Path) -> None:
+    trainer = SidestreamTrainer(
+        model=small_model(), args=arguments(str(tmp_path)), train_dataset=Tokens(), callbacks=[_Unsafe()]
+    )
+    with pytest.raises(UnsafeObjectError, match="note"):
+        trainer.train()
+    trainer.wait_for_saves()
+    assert steps(tmp_path) == []
 
 
 def test_in_a_notebook(tmp_path: Path) -> None:
