@@ -275,6 +275,18 @@ def test_the_best_checkpoint_stays_and_is_loaded(limit: int, tmp_path: Path) -> 
         assert not torch.equal(last.lm_head.weight, best.lm_head.weight)
 
 
+def test_the_best_checkpoint_stays_until_a_better_one_is_committed(tmp_path: Path) -> None:
+    """A run that is killed now resumes from step 5, whose best one is 2."""
+    run = trained(
+        tmp_path, max_steps=5, save_steps=1, eval_steps=1, eval_strategy="steps", metric_for_best_model="loss",
+        load_best_model_at_end=True, save_total_limit=2, eval_dataset=Tokens(), callbacks=[_Best()],
+    )  # fmt: skip
+    run.args.save_total_limit = 1
+    run.state.best_model_checkpoint = str(tmp_path / "checkpoint-6")
+    run._committed(str(tmp_path / "checkpoint-5"))
+    assert steps(tmp_path) == [2, 5]
+
+
 # --- what is refused ---
 
 
