@@ -21,7 +21,7 @@ from ._checks import Framework
 from ._hugging_face import check_supported, module_state, optimizer_state, plain_module
 from ._synchronous import SavesInProgress, is_checkpoint, load_parts, remove
 
-_TRANSFORMERS = Framework("transformers", ">=5.0,<6", "transformers")
+_TRANSFORMERS = Framework("transformers", ">=5.3,<6", "transformers")
 
 with _TRANSFORMERS.importing():
     import torch
