@@ -304,6 +304,7 @@ def what_cannot_be_saved() -> str:
     io = SidestreamCheckpointIO()
     with pytest.raises(UnsafeObjectError, match=r"hyper_parameters\.net") as error:
         io.save_checkpoint({**STATE, "hyper_parameters": {"net": object()}}, "a.ckpt")
+        io.teardown()  # it may be known here only
     io.save_checkpoint(STATE, "b.ckpt")
     io.teardown()
     loaded = io.load_checkpoint("b.ckpt")
@@ -339,10 +340,17 @@ def what_cannot_be_replaced() -> None:
         assert io.load_checkpoint("last.ckpt")["epoch"] == epoch
     io.teardown()
     assert sorted(os.listdir()) == ["last-r2.ckpt", "log.txt"]
-    os.symlink("last-r2.ckpt", "link.ckpt")
+    os.mkdir("last-r3.ckpt")  # a kill leaves this of a save
+    Path("last-r3.ckpt", "part").touch()
+    for name in ("last.ckpt", "last-r3.ckpt"):  # Lightning takes the newer one for the last
+        assert io.load_checkpoint(name)["epoch"] == 2
+    io.save_checkpoint(STATE, "last.ckpt")
+    io.teardown()
+    assert sorted(os.listdir()) == ["last-r4.ckpt", "log.txt"]
+    os.symlink("last-r4.ckpt", "link.ckpt")
     io.save_checkpoint(STATE, "link.ckpt")
     io.teardown()
-    assert sorted(os.listdir()) == ["last-r2.ckpt", "link-r1.ckpt", "log.txt"]
+    assert sorted(os.listdir()) == ["last-r4.ckpt", "link-r1.ckpt", "log.txt"]
     torch.save(STATE, "file.ckpt")
     io.remove_checkpoint("file.ckpt")
     io.remove_checkpoint("not there.ckpt")

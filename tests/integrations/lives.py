@@ -14,6 +14,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -111,7 +112,8 @@ class Life:
 
     def kill(self) -> None:
         for pid in self._pids:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # on a busy machine it may have ended first
+                os.kill(pid, signal.SIGKILL)
         self.until("gone")
 
     def end(self) -> None:

@@ -20,7 +20,13 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
 import sidestream
 from sidestream import blocking
-from sidestream.errors import CheckpointNotFoundError, StateMismatchError, StorageError, UnsupportedError
+from sidestream.errors import (
+    CheckpointNotFoundError,
+    StateMismatchError,
+    StorageError,
+    UnsafeObjectError,
+    UnsupportedError,
+)
 from sidestream.integrations.torchtitan import SidestreamCheckpointManager
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of TorchTitan
@@ -236,6 +242,20 @@ def test_a_failed_save_is_raised_once(tmp_path: Path) -> None:
             trainer.checkpointer.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert trainer.steps() == []
+
+
+def test_a_state_that_cannot_be_saved_is_an_error_once(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path).build()
+    trainer.checkpointer.states["other"] = {"not": object()}
+    trainer.checkpointer.save(1)
+    errors = []
+    for call in (trainer.checkpointer.maybe_wait_for_staging, trainer.checkpointer.close):  # the first, if it is known
+        try:
+            call()
+        except UnsafeObjectError as error:
+            errors.append(error)
+    assert len(errors) == 1
     assert trainer.steps() == []
 
 

@@ -21,7 +21,7 @@ from transformers_program import SidestreamTrainer, Tokens, arguments, small_mod
 
 import sidestream
 from sidestream import blocking
-from sidestream.errors import CheckpointExistsError, InvalidOptionError, UnsupportedError
+from sidestream.errors import CheckpointExistsError, InvalidOptionError, UnsafeObjectError, UnsupportedError
 
 
 @pytest.fixture(autouse=True)
@@ -201,6 +201,23 @@ def test_a_save_that_fails_ends_the_training_once(tmp_path: Path) -> None:
     trainer.wait_for_saves()
 
 
+class _Unsafe(transformers.TrainerCallback):
+    """Puts into the optimizer what is not data."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["optimizer"].param_groups[0]["note"] = object()
+
+
+def test_a_state_that_cannot_be_saved_is_an_error_once(tmp_path: Path) -> None:
+    trainer = SidestreamTrainer(
+        model=small_model(), args=arguments(str(tmp_path)), train_dataset=Tokens(), callbacks=[_Unsafe()]
+    )
+    with pytest.raises(UnsafeObjectError, match="note"):
+        trainer.train()
+    trainer.wait_for_saves()
+    assert steps(tmp_path) == []
+
+
 def test_in_a_notebook(tmp_path: Path) -> None:
     async def cell() -> None:
         trained(tmp_path, max_steps=6, save_steps=1, slots=1, save_total_limit=1)
@@ -256,6 +273,18 @@ def test_the_best_checkpoint_stays_and_is_loaded(limit: int, tmp_path: Path) -> 
     if limit == 2:
         blocking.load({"model": last}, tmp_path / "run" / "checkpoint-5")
         assert not torch.equal(last.lm_head.weight, best.lm_head.weight)
+
+
+def test_the_best_checkpoint_stays_until_a_better_one_is_committed(tmp_path: Path) -> None:
+    """A run that is killed now resumes from step 5, whose best one is 2."""
+    run = trained(
+        tmp_path, max_steps=5, save_steps=1, eval_steps=1, eval_strategy="steps", metric_for_best_model="loss",
+        load_best_model_at_end=True, save_total_limit=2, eval_dataset=Tokens(), callbacks=[_Best()],
+    )  # fmt: skip
+    run.args.save_total_limit = 1
+    run.state.best_model_checkpoint = str(tmp_path / "checkpoint-6")
+    run._committed(str(tmp_path / "checkpoint-5"))
+    assert steps(tmp_path) == [2, 5]
 
 
 # --- what is refused ---

@@ -32,9 +32,10 @@ def test_killed_in_a_save(kills: int, tmp_path: Path) -> None:
             trainer="stock", out=str(tmp_path / "whole"), steps=steps, save="no", weights=str(tmp_path / "whole.pt")
         ).end()
         for _ in range(kills):
+            newest = _step(get_last_checkpoint(out)) if out.exists() else 0
             life = program.life(trainer="sidestream", out=str(out), steps=steps, weights="")
             begun = int(life.until("begins").split()[1])
-            assert begun == (_step(get_last_checkpoint(out)) if out.exists() else 0)
+            assert begun == newest
             for _ in range(chance.randint(1, 3)):
                 life.until("saving")
             time.sleep(chance.uniform(0, 0.06))  # a save takes about as long

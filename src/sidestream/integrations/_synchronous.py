@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import sidestream
 from sidestream import blocking
-from sidestream.errors import CheckpointNotFoundError, InvalidOptionError
+from sidestream.errors import CheckpointNotFoundError, InvalidOptionError, SidestreamError
 
 T = TypeVar("T")
 
@@ -53,6 +53,7 @@ class SavesInProgress:
         self._slots = slots
         self._committed = committed
         self._saves: list[_Save] = []
+        self._exports: list[sidestream.PendingExport] = []
         self._stager: sidestream.AsyncStager | None = None
 
     @property
@@ -70,20 +71,25 @@ class SavesInProgress:
             self._stager = sidestream.AsyncStager()
         pending = sidestream.async_save(state, path, stager=self._stager, overwrite=True, **arguments)
         self._saves.append(_Save(pending, path))
+        self._exports = [*(one for one in self._exports if not one.done()), *pending.exports]
 
     def fence(self) -> None:
-        """Order what comes next after the copies of the tensors."""
+        """Order what comes next after the copies of the tensors, and raise the error of a save that cannot be made."""
         if self._saves and self._stager is not None:
-            self._stager.fence()
+            try:
+                self._stager.fence()
+            except SidestreamError:
+                self._wait_until(0)  # the save has the same error, which is raised once
+                raise
 
     def collect(self) -> None:
         """Look at the saves that have ended, and raise the error of the first that has failed."""
         self._wait_until(self._slots)
 
     def wait(self) -> None:
-        """Wait for all saves and their exports, and raise the error of the first save that has failed. The error of an
-        export is logged."""
-        exports = [export for save in self._saves for export in save.pending.exports]
+        """Wait for all saves, and for all exports, which may end later, and raise the error of the first save that has
+        failed. The error of an export is logged."""
+        exports, self._exports = self._exports, []
         try:
             self._wait_until(0)
         finally:

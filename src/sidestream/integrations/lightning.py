@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -121,7 +122,8 @@ class SidestreamCheckpointIO(_Base):
 
         Raises:
             InvalidOptionError, MissingExtraError, UnsupportedError: The call is wrong, or the storage cannot replace.
-            UnsafeObjectError, UnsupportedTensorError: The state cannot be saved. Of a device, the next call raises it.
+            UnsafeObjectError, UnsupportedTensorError: The state cannot be saved. If this is not known yet, the
+                next call raises it.
             SidestreamError: An earlier save or removal has failed. Nothing was started.
         """
         name = _name(path)
@@ -143,8 +145,8 @@ class SidestreamCheckpointIO(_Base):
             **storage,
         )
         saving = self._submit(name, partial(_committed, pending), saves=True)
-        if replaced is not None:
-            self._submit(name, partial(self._remove, [replaced], [saving]), saves=False)
+        if replaced:
+            self._submit(name, partial(self._remove, replaced, [saving]), saves=False)
         # Lightning has no place at which the sources are certain to be unchanged: callbacks and modules write averages
         # of weights after the save, and an optimizer calls ``training_step``, whose forward writes buffers.
         try:
@@ -179,7 +181,7 @@ class SidestreamCheckpointIO(_Base):
         name = _name(path)
         self._wait([job for one in _SAVING for job in one._jobs if job.path == name])
         self._raise_error()
-        place = ([name] if "://" in name else _versions(name) or [name])[-1]
+        place = self._newest(name)
         if self._is_file(place):
             where = {} if map_location is None else {"map_location": map_location}
             return _PLUGINS[0].TorchCheckpointIO().load_checkpoint(place, weights_only=weights_only, **where)  # type: ignore[no-any-return]
@@ -238,16 +240,29 @@ class SidestreamCheckpointIO(_Base):
                 errors[0].add_note(f"and afterwards {type(other).__name__}: {other}")
             raise errors[0]
 
-    def _place(self, name: str) -> tuple[str, str | None]:
+    def _place(self, name: str) -> tuple[str, list[str]]:
         """Return where to save ``name``, and what to remove afterwards because it cannot be replaced."""
         if "://" in name:
-            return name, None
+            return name, []
         found = _versions(name)
         newest = found[-1] if found else name
         if not os.path.lexists(newest) or not (self._marked or os.path.islink(newest) or os.path.isfile(newest)):
-            return newest, None
+            return newest, []
         stem, suffix = os.path.splitext(name)
-        return f"{stem}-r{_number(newest, name) + 1}{suffix}", newest
+        return f"{stem}-r{_number(newest, name) + 1}{suffix}", found
+
+    def _newest(self, name: str) -> str:
+        """Return the newest version of a checkpoint that is complete: a kill may have left a newer one that is not."""
+        places = _versions(name)
+        if places:  # Lightning itself may have chosen the incomplete one, for ``ckpt_path="last"``
+            places = [*_versions(re.sub(r"-r[1-9]\d*(?=\.[^.]*$)", "", name)), *places]
+        for place in reversed(places):
+            if self._is_file(place):
+                return place
+            with blocking.stopping_the_loop(), suppress(CheckpointNotFoundError):
+                blocking.open_checkpoint(place, **self._storage)
+                return place
+        return name
 
     def _is_file(self, place: str) -> bool:
         if "://" not in place:

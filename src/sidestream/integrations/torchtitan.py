@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import sidestream
 from sidestream import blocking
-from sidestream.errors import UnsupportedError
+from sidestream.errors import SidestreamError, UnsupportedError
 
 from ._checks import Framework
 
@@ -191,7 +191,11 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
         return {**others, **self.states[MODEL].state_dict()}
 
     def _maybe_wait_for_staging(self) -> None:
-        self._stager.fence()
+        try:
+            self._stager.fence()
+        except SidestreamError:
+            self._wait_for_saving()  # the save has the same error, which is raised once
+            raise
 
     def _wait_for_saving(self) -> None:
         saving, self.save_future = self.save_future, None

@@ -21,7 +21,7 @@ from ._checks import Framework
 from ._hugging_face import check_supported, module_state, optimizer_state, plain_module
 from ._synchronous import SavesInProgress, is_checkpoint, load_parts, remove
 
-_TRANSFORMERS = Framework("transformers", ">=5.0,<6", "transformers")
+_TRANSFORMERS = Framework("transformers", ">=5.3,<6", "transformers")
 
 with _TRANSFORMERS.importing():
     import torch
@@ -167,15 +167,17 @@ class SidestreamTrainer(Trainer):
 
     def _committed(self, path: str) -> None:
         if self.is_world_process_zero():
+            bests = {self.state.best_model_checkpoint}  # which may not be committed yet
             with suppress(FileNotFoundError):  # moved or removed by others
                 os.utime(path)  # rotation goes by the times, and the earlier one of two saves may be committed last
-            self._rotate(os.path.dirname(path))
+                bests |= {TrainerState.load_from_json(os.path.join(path, TRAINER_STATE_NAME)).best_model_checkpoint}
+            self._rotate(os.path.dirname(path), {str(Path(best)) for best in bests if best})
 
-    def _rotate(self, run: str) -> None:
+    def _rotate(self, run: str, bests: set[str]) -> None:
         """Remove what ``rotate_checkpoints`` would, each in one step: a kill leaves no part under its name."""
         limit = self.args.save_total_limit or 0
         found = sort_checkpoints(run, use_mtime=True) if limit > 0 else []
-        kept = {*found[-1:], str(Path(self.state.best_model_checkpoint or ""))}
+        kept = {*found[-1:], *bests}
         spare = [path for path in found if path not in kept]
         for path in spare[: max(0, len(found) - max(limit, len(kept & set(found))))]:
             remove(path) if is_checkpoint(path) else shutil.rmtree(path, ignore_errors=True)
