@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -267,7 +268,8 @@ class Follower:
             while True:
                 if not await self._advance():
                     await in_operation(self._pauses.wait, "following", ends=False)
-        except Exception as error:  # a fault: ``health()`` shows it, and the end of the block raises it
+        except Exception as error:  # a fault: ``health()`` shows it too, and the end of the block raises it
+            _log.exception("the follower of %s has ended", self._run.url)
             self._problem = error
             raise
         finally:

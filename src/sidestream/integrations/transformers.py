@@ -221,8 +221,10 @@ class _Steps(TrainerCallback):
         self._saves = saves
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # In host memory nothing copies buffers ahead of a forward that changes them (BatchNorm).
-        if self._saves.paths and any(one.device.type == "cpu" for one in kwargs["model"].buffers()):
+        # In host memory nothing copies buffers ahead of a forward that changes them (BatchNorm). Optimizers that work
+        # layer by layer write within backward, before ``on_pre_optimizer_step``.
+        early = "layerwise" in str(args.optim) or any(one.device.type == "cpu" for one in kwargs["model"].buffers())
+        if self._saves.paths and early:
             self._saves.fence()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
