@@ -49,6 +49,8 @@ from .live import Live
 from .matching import dtypes_of, match
 from .shells import Shell
 
+_log = logging.getLogger("sidestream")
+
 _NEWEST = StepSelector()
 _GONE_S = 0.05
 """The pause after a step was deleted before it could be fetched."""
