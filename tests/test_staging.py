@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from concurrent.futures import Future
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -356,3 +357,27 @@ def test_no_collection_looks_at_all_objects_while_a_state_is_captured() -> None:
     assert during == [0]
     assert gc.get_threshold() == thresholds
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("how", ["awaited", "in a thread"])
+async def test_a_failed_stage_is_in_no_reference_cycle(how: str) -> None:
+    """In one, its error would keep the frames of the caller, and these the memory of later stages."""
+    async with AsyncStager(budget_bytes=1 << 20, when_full="fail") as stager:
+        held = await stager.stage({"t": torch.zeros(200_000)})
+        gc.collect()
+        gc.disable()
+        try:
+            future = stager.stage({"t": torch.zeros(200_000)})
+            gone = weakref.ref(future)
+            with suppress(ArenaExhaustedError):
+                if how == "awaited":
+                    await future
+                else:
+                    await asyncio.to_thread(future.exception)
+                    future.result(0)
+            del future
+            await stager.synchronize_staging()
+            assert gone() is None
+        finally:
+            gc.enable()
+        held.release()

@@ -72,8 +72,11 @@ class StagingFuture(ThreadFuture[T], Generic[T]):
         return Future.exception(self) if self.done() else None
 
     def __await__(self) -> Generator[Any, None, T]:
-        yield from ended(self).__await__()
-        return self.result(0)
+        try:
+            yield from ended(self).__await__()
+            return self.result(0)
+        finally:
+            del self  # as in ``result``
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the copy, and return it. It blocks the thread; on an event loop await the future in place of this.
@@ -94,6 +97,10 @@ class StagingFuture(ThreadFuture[T], Generic[T]):
             if error is self.failure():
                 self.mark_retrieved()
             raise
+        finally:
+            # The error refers to this frame, and this future to the error. In a reference cycle they would keep the
+            # frame of the caller, and with it the staged memory that later futures of the caller hold.
+            del self
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end of the stage, and return its error.
