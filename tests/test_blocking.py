@@ -113,6 +113,8 @@ def test_the_classes_have_the_methods_of_the_async_ones(kind: str) -> None:
     left_out = {
         "aclose",
         "ended",
+        "fetch",
+        "following",
         "on_preemption",
         "open",
         "preempted",

@@ -25,11 +25,16 @@ import typer
 from test_docstrings import MODULES
 from test_words import ROOT, package_sources
 
+import sidestream
 from sidestream_cli.app import app
 
 FOREIGN_KEYWORDS = {
     "async_stager": "dcp.async_save of torch",
     "asynchronous": "file systems of fsspec",
+    "enable_jit_checkpoint": "TrainingArguments of transformers",
+    "fsdp_version": "FullyShardedDataParallelPlugin of accelerate",
+    "ignore": "save_hyperparameters of Lightning",
+    "map_location": "load_checkpoint of Lightning",
     "serialization_format": "FileSystemWriter of torch",
     "sync_files": "FileSystemWriter of torch",
     "use_collectives": "dcp.save of torch",
@@ -41,9 +46,13 @@ FOREIGN_CALLS = {
     "load": "torch.distributed.checkpoint",
     "local_shards": "ShardedTensor of torch",
     "offsets": "nested tensors of torch",
+    "on_save_checkpoint": "callbacks of Lightning",
+    "ray.train.get_context": "Ray Train",
     "redistribute": "DTensor of torch",
+    "register_buffer": "torch.nn.Module",
     "reshape": "torch.Tensor",
     "seek": "io.BytesIO",
+    "self.save_hyperparameters": "modules of Lightning",
     "state_dict": "what the caller saves",
     "load_state_dict": "what the caller saves",
     "to_local": "DTensor of torch",
@@ -57,8 +66,14 @@ FOREIGN_CALLS = {
     "value.to_dict": "configurations of transformers",
     "value.total_seconds": "timedelta",
 }
-FOREIGN_OBJECTS: Mapping[str, object] = {"tensor": torch.Tensor, "module": torch.nn.Module}
-"""What a message calls the object of the caller, and its type."""
+OBJECTS: Mapping[str, object] = {
+    "checkpoints": sidestream.Checkpointer,
+    "copy": torch.nn.Module,
+    "live": sidestream.Live,
+    "module": torch.nn.Module,
+    "tensor": torch.Tensor,
+}
+"""What a message calls an object of the caller, and its type."""
 
 CODE = ("_worker/process.py", "_storage/clients/requests.py")
 """Modules with strings that are code or patterns, and no messages with names of the interface."""
@@ -136,8 +151,8 @@ def extras() -> set[str]:
 def resolves(path: str) -> bool:
     """Whether a dotted name leads to something."""
     first, *rest = path.split(".")
-    if first in FOREIGN_OBJECTS:
-        return hasattr(FOREIGN_OBJECTS[first], rest[0])
+    if first in OBJECTS and hasattr(OBJECTS[first], rest[0]):
+        return True
     for length in range(len(rest) + 1, 0, -1):
         try:
             one = importlib.import_module(".".join([first, *rest][:length]))

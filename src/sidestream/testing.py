@@ -32,6 +32,7 @@ from .errors import (
     InvalidOptionError,
     SidestreamError,
     StorageError,
+    UnsupportedError,
 )
 from .options import BlobInfo, BlobStore, Capabilities, Listing, SaveOptions, Storage, StorePolicy
 
@@ -283,7 +284,7 @@ class OperationTests:
         """With ``versions`` the checkpoint is replaced; without it nothing is changed."""
         _save(writable, 0)
         if not writable.capabilities.versions:
-            _require_refusal(InvalidOptionError, lambda: _save(writable, 1, overwrite=True), _VERSIONS)
+            _require_refusal(UnsupportedError, lambda: _save(writable, 1, overwrite=True), _VERSIONS)
             _require_loads(writable, 0, _UNCHANGED)
             return
         for seed in (1, 2, 3):

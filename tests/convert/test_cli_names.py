@@ -119,7 +119,7 @@ def test_converting_and_copying_hostile_names(places: Path, tmp_path: Path) -> N
 
 
 def test_json_holds_the_names_as_they_are(places: Path) -> None:
-    found: list[dict[str, Any]] = json.loads(printed("info", places / "first", "t.*", "--json"))
+    found: list[dict[str, Any]] = json.loads(printed("info", places / "first", "t.*", "--json"))["entries"]
     assert [one["name"] for one in found] == [f"t.{name}" for name in NAMES]
     report = json.loads(printed("verify", places / "run" / "step-7", "--json", code=1))
     assert {one["fqn"] for one in report["damaged"]} == {f"t.{name}" for name in NAMES}
@@ -139,8 +139,11 @@ def test_json_has_no_number_that_json_lacks(tmp_path: Path) -> None:
 
 
 def test_advice_in_brackets_is_shown() -> None:
-    missing = "import sys; sys.modules['obstore'] = None"
-    command = [*COMMAND[:-1], f"{missing}; {COMMAND[-1]}", "doctor"]
+    missing = (
+        "from importlib import metadata as m\nreal = m.version\ndef version(name):\n"
+        "    if name == 'obstore': raise m.PackageNotFoundError(name)\n    return real(name)\nm.version = version\n"
+    )
+    command = [*COMMAND[:-1], missing + COMMAND[-1], "doctor"]
     done = warm.run(command, env=UTF_8, capture_output=True, text=True, timeout=300, check=True)
     assert "pip install 'sidestream[cloud]'" in done.stdout
 

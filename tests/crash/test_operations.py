@@ -16,7 +16,7 @@ HARMLESS = frozenset({
     "sysconf", "memfd_create", "sep", "name", "kill", "urandom", "uname",
     "posix_fadvise", "getcwd", "getuid", "geteuid", "umask", "supports_dir_fd", "_exit", "stat_result", "DirEntry",
     "fork", "statvfs", "nice", "sched_setaffinity", "major", "minor",
-    "pipe2", "dup2", "devnull", "readlink",  # of /proc
+    "pipe", "pipe2", "set_blocking", "dup2", "devnull", "readlink",  # of /proc
 })  # fmt: skip
 
 

@@ -20,7 +20,7 @@ def import_all(*others: str) -> None:
     torch.set_num_threads(1)
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # or the first threads of a fork race to do it
     ours = [module.name for module in pkgutil.walk_packages(sidestream.__path__, "sidestream.")]
-    for name in [*(name for name in ours if "__main__" not in name and ".cli" not in name), *others]:
+    for name in [*(name for name in ours if not name.startswith("sidestream.integrations.")), *others]:
         importlib.import_module(name)
 
 

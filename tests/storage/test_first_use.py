@@ -37,7 +37,8 @@ import asyncio, json, sys
 import torch
 import sidestream
 
-assert all(name in vars(sidestream) for name in sidestream.__all__ if name not in ("dcp", "observability"))
+LATER = ("dcp", "integrations", "observability")
+assert all(name in vars(sidestream) for name in sidestream.__all__ if name not in LATER)
 HEAVY = ("aiobotocore", "aiohttp", "botocore", "s3fs", "obstore", "gcsfs", "adlfs", "typer", "rich",
          "torch.distributed.checkpoint", "torch._dynamo", "watchfiles", "fsspec.implementations.memory",
          "pytest", "sidestream.testing")

@@ -51,10 +51,10 @@ async def test_overwrite_is_refused_before_anything_is_changed(call: str, there:
         with pytest.raises(CheckpointException) as failed:
             await asyncio.to_thread(dcp.save, state(2), storage_writer=writer, no_dist=True)
         ((error, _),) = failed.value.failures.values()
-        assert isinstance(error, errors.InvalidOptionError)
+        assert isinstance(error, errors.UnsupportedError)
         assert re.search(told, str(error))
     else:
-        with pytest.raises(errors.InvalidOptionError, match=told):
+        with pytest.raises(errors.UnsupportedError, match=told):
             if call == "save":
                 await sidestream.save(state(2), target, **keywords)
             elif call == "async_save":

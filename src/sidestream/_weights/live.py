@@ -242,7 +242,7 @@ class Live:
             kinds = {*problems.values()}
             kind = kinds.pop() if len(kinds) == 1 else StateMismatchError
             lines = sorted(problems)
-            raise kind(f"these weights do not fit the names of live.state_dict():\n  {listed(lines)}", lines)
+            raise kind(f"these weights do not fit the state dict of the model:\n  {listed(lines)}", lines)
         return found
 
     async def _claim(self) -> Shell:

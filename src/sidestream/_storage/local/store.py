@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..._runtime.threads import Stop
-from ...errors import CheckpointNotFoundError, InvalidOptionError, StorageError, os_errors_as
+from ...errors import CheckpointNotFoundError, StorageError, UnsupportedError, os_errors_as
 from ...options import Capabilities, Durability, Storage
 from ..bodies import Body, BytesBody
 from ..names import (
@@ -125,7 +125,7 @@ class MarkedStore(LocalStore):
         return MarkedTransaction(self.root, attempt, self.address)
 
     def check_replaces(self) -> None:
-        raise InvalidOptionError(
+        raise UnsupportedError(
             f'{self.root}: overwrite=True is not possible with Storage(commit="marker"): save under a new name and '
             "remove() the old checkpoint afterwards, or remove() it first"
         )
