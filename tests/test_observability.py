@@ -240,8 +240,8 @@ async def test_costs_of_a_run(tmp_path: Path) -> None:
     assert len(repr(report).splitlines()) == 1
 
 
-def test_dilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 20 steps beside a save, each is 0.5 s longer, and a caller waits in half of that."""
+def dilated(monkeypatch: pytest.MonkeyPatch, waits: Callable[[int], events.Event | None]) -> CostReport:
+    """The report of 20 steps of 1 s, and of 20 beside a save, each 0.5 s longer, in which ``waits`` end."""
     now = 0.0
     monkeypatch.setattr(
         "sidestream.observability.costs.time", SimpleNamespace(monotonic=lambda: now, time_ns=lambda: 0)
@@ -255,29 +255,21 @@ def test_dilation(monkeypatch: pytest.MonkeyPatch) -> None:
             assert "dilation" not in costs.report().seconds
             with costs.step():
                 now += 1.5
-                events.emit(waited(number, number + 0.25))
-        report = costs.report()
+                if (event := waits(number)) is not None:
+                    events.emit(event)
+        return costs.report()
+
+
+def test_dilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller waits in half of what each step is longer."""
+    report = dilated(monkeypatch, lambda number: waited(number, number + 0.25))
     assert dict(report.seconds) == pytest.approx({"call": 0, "staged": 5.0, "fence": 0, "dilation": 5.0})
     assert report.run_s == 50
 
 
 def test_a_wait_of_another_task_makes_no_step_shorter_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 20 steps beside a save, each is 0.5 s longer. In the last one a wait ends that began long before it."""
-    now = 0.0
-    monkeypatch.setattr(
-        "sidestream.observability.costs.time", SimpleNamespace(monotonic=lambda: now, time_ns=lambda: 0)
-    )
-    with Costs() as costs:
-        for _ in range(20):
-            with costs.step():
-                now += 1.0
-        events.emit(events.SaveStarted(SaveContext("save", "a")))
-        for number in range(20):
-            with costs.step():
-                now += 1.5
-                if number == 19:
-                    events.emit(waited(0, 20))
-        report = costs.report()
+    """In the last step a wait ends that began long before it."""
+    report = dilated(monkeypatch, lambda number: waited(0, 20) if number == 19 else None)
     assert report.seconds["dilation"] == pytest.approx(19 * 1.5 - 20)
 
 

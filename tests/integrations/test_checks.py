@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from sidestream.errors import MissingExtraError, UnsupportedError
-from sidestream.integrations._checks import Framework
+from sidestream import SaveOptions
+from sidestream.errors import InvalidOptionError, MissingExtraError, UnsupportedError
+from sidestream.integrations._checks import Framework, check_options
 
 PYTEST = Framework("pytest", ">=9,<10", extra="lightning")
 
@@ -59,3 +60,10 @@ def test_parameters_that_have_changed() -> None:
         PYTEST.check(Saves, load=("path",))
     with pytest.raises(NotImplementedError):
         PYTEST.check(pytest, missing=())
+
+
+def test_streaming_is_refused() -> None:
+    check_options(None)
+    check_options(SaveOptions(writer="process"))
+    with pytest.raises(InvalidOptionError, match="streaming=True"):
+        check_options(SaveOptions(streaming=True))

@@ -67,9 +67,11 @@ class RandomState:
         torch.set_rng_state(host.cpu())
         if "numpy" in state_dict:
             importlib.import_module("numpy.random").set_state(state_dict["numpy"])
-        for kind, index, _ in _device_states():
-            if (saved := devices.get(f"{kind}{index}")) is not None:
-                _set_device_state(kind, index, saved.cpu())
+        device = torch.accelerator.current_accelerator(check_available=True)
+        for index in range(0 if device is None else torch.accelerator.device_count()):
+            # Also of devices that the program has not used yet: torch sets their states when it does.
+            if device is not None and (saved := devices.get(f"{device.type}{index}")) is not None:
+                _set_device_state(device.type, index, saved.cpu())
 
 
 def _device_states() -> Iterator[tuple[str, int, torch.Tensor]]:

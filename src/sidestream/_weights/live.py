@@ -25,11 +25,10 @@ from ..errors import (
     StaleVersionError,
     StateMismatchError,
     UnexpectedKeysError,
-    listed,
 )
 from ..options import plain_integer
 from .refusals import problem_of
-from .shells import Place, Shell, Shells
+from .shells import Place, Shell, Shells, raise_mismatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,10 +238,7 @@ class Live:
             if difference := _difference(place, tensors[name]):
                 problems[f"{name}: {difference[0]}"] = difference[1]
         if problems:
-            kinds = {*problems.values()}
-            kind = kinds.pop() if len(kinds) == 1 else StateMismatchError
-            lines = sorted(problems)
-            raise kind(f"these weights do not fit the state dict of the model:\n  {listed(lines)}", lines)
+            raise_mismatch("these weights do not fit the state dict of the model", problems)
         return found
 
     async def _claim(self) -> Shell:

@@ -17,10 +17,9 @@ from ..errors import (
     ShapeMismatchError,
     SidestreamError,
     StateMismatchError,
-    listed,
 )
 from ..options import Names
-from .shells import Place
+from .shells import Place, raise_mismatch
 
 
 def match(checkpoint: Checkpoint, places: Mapping[str, Place], names: Names | None) -> dict[str, str]:
@@ -48,11 +47,8 @@ def match(checkpoint: Checkpoint, places: Mapping[str, Place], names: Names | No
         if difference := _difference(checkpoint[saved[name]], place):
             problems[f"{name}: {difference[0]}"] = difference[1]
     if problems:
-        kinds = {*problems.values()}
-        kind = kinds.pop() if len(kinds) == 1 else StateMismatchError
-        lines = [*problems]
-        text = f"{checkpoint.url} does not fit the weights that are served:\n  {listed(lines)}"
-        raise kind(text + _advice(missing, saved), lines)
+        text = f"{checkpoint.url} does not fit the weights that are served"
+        raise_mismatch(text, problems, _advice(missing, saved))
     return found
 
 

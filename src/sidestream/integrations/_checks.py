@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from sidestream.errors import MissingExtraError, UnsupportedError
+from sidestream import SaveOptions
+from sidestream.errors import InvalidOptionError, MissingExtraError, UnsupportedError
+
+
+def check_options(options: SaveOptions | None) -> None:
+    """Raise ``InvalidOptionError`` for options that saves with a stager do not take."""
+    if options is not None and options.streaming:
+        raise InvalidOptionError(
+            "options=: streaming=True passes the state through memory of its own, and frameworks train on meanwhile: "
+            "leave it out"
+        )
 
 
 @dataclass(frozen=True, slots=True)

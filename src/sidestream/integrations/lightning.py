@@ -31,7 +31,7 @@ from sidestream.errors import (
     UnsafeObjectError,
 )
 
-from ._checks import Framework
+from ._checks import Framework, check_options
 
 __all__ = ["SidestreamCheckpointIO"]
 
@@ -82,7 +82,7 @@ class SidestreamCheckpointIO(_Base):
             None: one for the time until ``teardown()``.
 
     Raises:
-        InvalidOptionError: ``slots`` is not a positive number.
+        InvalidOptionError: ``slots`` is not a positive number, or ``options`` ask for streaming.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class SidestreamCheckpointIO(_Base):
     ) -> None:
         if type(slots) is not int or slots < 1:
             raise InvalidOptionError(f"slots={slots!r} has to be a number of saves, at least 1")
+        check_options(options)
         self._options = options
         self._slots = slots
         self._storage: dict[str, Any] = {"storage_options": storage_options, "storage": storage}

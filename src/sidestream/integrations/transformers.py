@@ -17,7 +17,7 @@ from typing import Any
 import sidestream
 from sidestream.errors import InvalidOptionError
 
-from ._checks import Framework
+from ._checks import Framework, check_options
 from ._hugging_face import check_supported, module_state, optimizer_state, plain_module
 from ._synchronous import SavesInProgress, is_checkpoint, load_parts, remove
 
@@ -83,6 +83,7 @@ class SidestreamTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         self._saves = SavesInProgress(slots, self._committed)
+        check_options(options)
         self._save_options = options
         self._export = export
         super().__init__(*args, **kwargs)
