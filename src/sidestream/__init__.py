@@ -29,7 +29,7 @@ from ._run.retention import KeepAll, KeepBest, KeepEvery, KeepLast, Pruned, Rete
 from ._run.watch import Watch
 from ._save.api import async_save, save
 from ._save.pending import PendingSave, SaveInfo, SaveProgress
-from ._save.sinks import PendingExport
+from ._save.sinks import PendingExport, PendingVersion
 from ._staging.arena import ArenaStatistics
 from ._staging.blocking import BlockingAsyncStager
 from ._staging.cached import set_cache_bytes
@@ -47,13 +47,27 @@ from .options import (
     add_prefix,
     strip_prefix,
 )
-from .weights import Candidate, Follower, FollowerHealth, Live, LiveHealth, ServedReading
+from .weights import (
+    AppliedReport,
+    Candidate,
+    Follower,
+    FollowerHealth,
+    Live,
+    LiveHealth,
+    PublishedVersion,
+    Publisher,
+    PublisherHealth,
+    ServedReading,
+    Subscriber,
+    VersionImage,
+)
 
 if TYPE_CHECKING:
     from . import dcp, integrations, observability
 
 __all__ = [
     "HF",
+    "AppliedReport",
     "ArenaStatistics",
     "AsyncStager",
     "BlockingAsyncStager",
@@ -78,8 +92,12 @@ __all__ = [
     "PassedOver",
     "PendingExport",
     "PendingSave",
+    "PendingVersion",
     "PerRank",
     "Pruned",
+    "PublishedVersion",
+    "Publisher",
+    "PublisherHealth",
     "RandomState",
     "Retention",
     "SaveInfo",
@@ -91,8 +109,10 @@ __all__ = [
     "StagingFuture",
     "Storage",
     "StorePolicy",
+    "Subscriber",
     "TensorInfo",
     "VerifyReport",
+    "VersionImage",
     "Watch",
     "WriterProcess",
     "add_prefix",

@@ -30,11 +30,12 @@ from ._run.watch import Watch
 from ._runtime.caller import run_by_caller
 from ._runtime.public import public
 from ._runtime.tasks import run_shielded
-from ._save.api import Export, PendingSave, SaveInfo, completed
+from ._save.api import Export, PendingSave, Publishes, SaveInfo, completed
 from ._staging import AsyncStager
 from ._storage import locate_run
 from ._weights.following import Candidate, Follower
 from ._weights.live import Live
+from ._weights.run_source import RunSource
 from .errors import AsyncOnlyError
 from .options import (
     Fallback,
@@ -204,6 +205,7 @@ class Checkpointer:
         step: int,
         metadata: Mapping[str, Any] | None = None,
         files: Mapping[str, FileSource] | None = None,
+        publish: Publishes | None = None,
         options: SaveOptions | None = None,
     ) -> SaveInfo:
         """Save ``state`` as ``step``, and return when the checkpoint is visible and durable, and its exports have
@@ -216,10 +218,13 @@ class Checkpointer:
             step: The number of the step, not negative.
             metadata: Plain data that can be read without the state: metrics for ``KeepBest``, a configuration.
             files: Sidecar files, as for ``sidestream.save``.
+            publish: A ``Publisher``: publish the weights from the same snapshot, with the step as their version; or its
+                ``version()``. Of several ranks, those that have a publisher publish from the committed checkpoint.
             options: In place of the ``save=`` of the ``Checkpointer``, whose writer stays.
 
         Returns:
-            What was committed. ``SaveInfo.exports`` has for each export its report, or the error that it failed with.
+            What was committed. ``SaveInfo.exports`` has for each export its report, or the error that it failed with,
+            and ``SaveInfo.published`` the version.
 
         Raises:
             TooManySavesError: No slot is free, and ``when_full="fail"``.
@@ -229,7 +234,7 @@ class Checkpointer:
                 failed, and its error was not retrieved.
         """
         self._opened.check()
-        pending = await run_by_caller(self._saves.start, state, step, metadata, files, options)
+        pending = await run_by_caller(self._saves.start, state, step, metadata, files, options, publish)
         return await in_operation(lambda: completed(pending), "save")
 
     def async_save(
@@ -239,6 +244,7 @@ class Checkpointer:
         step: int,
         metadata: Mapping[str, Any] | None = None,
         files: Mapping[str, FileSource] | None = None,
+        publish: Publishes | None = None,
         options: SaveOptions | None = None,
     ) -> PendingSave:
         """Start what ``save`` does, and return at once.
@@ -259,6 +265,8 @@ class Checkpointer:
             step: The number of the step, not negative.
             metadata: Plain data that can be read without the state: metrics for ``KeepBest``, a configuration.
             files: Sidecar files, as for ``sidestream.save``.
+            publish: A ``Publisher``: publish the weights from the same snapshot, with the step as their version; or its
+                ``version()``. Of several ranks, those that have a publisher publish from the committed checkpoint.
             options: In place of the ``save=`` of the ``Checkpointer``, whose writer stays.
 
         Returns:
@@ -274,7 +282,7 @@ class Checkpointer:
                 after it, failed, and its error was not retrieved. Each error is raised once. Nothing was started.
         """
         self._opened.check()
-        return self._saves.start(state, step, metadata, files, options)
+        return self._saves.start(state, step, metadata, files, options, publish)
 
     # --- reading ---
 
@@ -525,7 +533,8 @@ class Checkpointer:
         """
         self._opened.check()
         hooks = (accept, before_swap, after_swap)
-        return Follower(self._run, self._load, live, names=names, hooks=hooks, mapped=mapped, poll_s=poll_s)
+        source = RunSource(self._run, self._load, live, names=names, mapped=mapped, poll_s=poll_s)
+        return Follower(source, live, hooks)
 
     # --- maintenance of the run ---
 

@@ -273,6 +273,14 @@ class StaleVersionError(SidestreamError, LookupError):
         self.wanted = wanted
 
 
+class PublisherRunningError(SidestreamError, RuntimeError):
+    """Another ``Publisher`` has this home."""
+
+
+class VersionNotFoundError(SidestreamError, LookupError):
+    """A publisher does not hold the version that was asked for, or not any more."""
+
+
 class GraphCaptureError(SidestreamError, RuntimeError):
     """Staging, or a load to a device, was called while a graph was being captured on a stream that it needs. Nothing
     was enqueued."""

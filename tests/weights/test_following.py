@@ -118,7 +118,7 @@ async def test_a_server_that_takes_long_goes_to_the_newest(tmp_path: Path) -> No
     await save(tmp_path, 1)
 
     async def accept(candidate: sidestream.Candidate) -> bool:
-        asked.append(candidate.step)
+        asked.append(candidate.version)
         await go.wait()
         return True
 
@@ -135,7 +135,7 @@ async def test_a_server_that_takes_long_goes_to_the_newest(tmp_path: Path) -> No
 async def test_a_run_that_does_not_exist_yet(tmp_path: Path) -> None:
     live = Live(Tell())
     async with following(tmp_path / "run", live) as follower:
-        with pytest.raises(DeadlineExceededError, match="the run has no step"):
+        with pytest.raises(DeadlineExceededError, match="there is none yet"):
             await follower.ready(timeout_s=0.2)
         assert not follower.health().ok
         await save(tmp_path / "run", 0)
@@ -470,19 +470,19 @@ async def test_the_program_refuses_weights_and_its_code_runs_on_its_loop(tmp_pat
         calls.append(("accept", candidate.stamp, live.stamp))
         with torch.no_grad():
             said = torch.func.functional_call(Tell(), dict(candidate.tensors), ())
-        assert said == {float(candidate.step)}
-        return {2: False, 3: None}.get(candidate.step, True) if candidate.step != 4 else {}["no"]
+        assert said == {float(candidate.version)}
+        return {2: False, 3: None}.get(candidate.version, True) if candidate.version != 4 else {}["no"]
 
     async def before(candidate: sidestream.Candidate) -> None:
         await asyncio.sleep(0)
         calls.append(("before", candidate.stamp, live.stamp))
-        if candidate.step == 5:
+        if candidate.version == 5:
             raise ValueError("not now")
 
     async def after(candidate: sidestream.Candidate) -> None:
         assert asyncio.get_running_loop() is loop
         calls.append(("after", candidate.stamp, live.stamp))
-        if candidate.step == 6:
+        if candidate.version == 6:
             raise ValueError("too late")
 
     live = Live(Tell())
@@ -508,7 +508,7 @@ async def test_the_program_refuses_weights_and_its_code_runs_on_its_loop(tmp_pat
 
 async def test_a_hook_that_awaits_what_was_cancelled_refuses_the_step(tmp_path: Path) -> None:
     async def accept(candidate: sidestream.Candidate) -> bool:
-        if candidate.step == 1:
+        if candidate.version == 1:
             other = asyncio.get_running_loop().create_future()
             other.cancel()
             await other

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import aclosing
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from .._format.records import CompositeEntry
 from .._format.safetensors import INDEX_NAME, SUFFIX
 from .._group import Operation, prepare_together
-from .._layout.names import new_dtypes, new_names, selected
 from .._layout.save_layout import SavePlan
 from .._runtime.public import public
 from .._runtime.threads import Stop, current_deadline, io_threads, report
-from .._runtime.torch_probes import dtype_from_name
 from .._save.running import Save, SaveOrder
 from .._save.task import run_here
 from .._staging import SnapshotReader
@@ -30,7 +26,6 @@ from ..errors import (
     RankFailuresError,
     SkippedError,
     SnapshotLostError,
-    UnsupportedTensorError,
 )
 from ..options import (
     ConvertOptions,
@@ -44,11 +39,12 @@ from ..options import (
     check_names,
     storage_of,
 )
+from .chosen import choose_saved, choose_staged
 from .convert import ConvertReport, ConvertRequest, convert_opened, export_kind
 from .selection import Selection
 from .source import Source, holds, newer_generation, open_source
 from .streamed import Stream, pieces_of
-from .targets import OutTensor, safetensors_layout
+from .targets import safetensors_layout
 from .windows import PlainFiles
 
 _STEP = "{step}"
@@ -138,51 +134,6 @@ class HF:
         return locate_directory(url, storage_of(self.storage_options, self.storage))
 
 
-class _Candidate(NamedTuple):
-    """A tensor that may be exported. Tensors with one ``identity`` are tied. ``composite`` is the type of a tensor that
-    consists of others."""
-
-    fqn: str
-    dtype: str
-    shape: tuple[int, ...]
-    identity: object
-    composite: str = ""
-
-
-def _choose(export: HF, candidates: Sequence[_Candidate], url: str) -> Selection:
-    """Select and name the tensors to write. Called in a worker thread. Raises ``MissingKeysError``,
-    ``KeyCollisionError``, ``InvalidOptionError`` and ``UnsupportedTensorError``."""
-    taken = set(selected((one.fqn for one in candidates), export.select, url))
-    identities = {one.fqn: one.identity for one in candidates}
-    chosen = [one.fqn for one in candidates if one.fqn in taken]
-    named = new_names(export.names, chosen, url, identity=identities.__getitem__)
-    found = Selection(left_out=tuple(one.fqn for one in candidates if named.get(one.fqn) is None))
-    tensors = ((new, one.dtype, one.shape) for one in candidates if (new := named.get(one.fqn)) is not None)
-    dtypes = new_dtypes(tensors, export.dtype, url)
-    first: dict[object, str] = {}
-    cast: list[str] = []
-    for one in candidates:
-        new = named.get(one.fqn)
-        if new is None or new in found.origin:
-            continue
-        if one.composite:
-            raise UnsupportedTensorError(
-                f"{one.fqn}: it is a {one.composite}, and safetensors hold plain tensors only; "
-                "leave it out with select="
-            )
-        leader = first.setdefault(one.identity, new)
-        if leader != new:
-            found.aliases[new] = leader
-            continue
-        dtype = dtypes.get(new, one.dtype)
-        if dtype != one.dtype:
-            cast.append(new)
-        nbytes = math.prod(one.shape) * dtype_from_name(dtype).itemsize
-        found.tensors.append(OutTensor(new, dtype, one.shape, nbytes, (new,), one.identity))
-        found.origin[new] = one.fqn
-    return replace(found, order=list(found.origin), cast=tuple(cast), wholes=tuple(found.origin))
-
-
 @dataclass(slots=True)
 class _Sink:
     """The export of one save. ``replaces``: it replaces an earlier export."""
@@ -191,6 +142,7 @@ class _Sink:
     location: Location
     durability: Durability
     replaces: bool
+    together = True
     _own: Save | None = None
     """The save of the export itself, from its first byte until ``finish`` or ``undo``."""
     _others: Mapping[str, bytes] = field(default_factory=dict)
@@ -205,11 +157,7 @@ class _Sink:
 
     def read(self, snapshot: SnapshotReader[Any], save: Save, stop: Stop) -> ConvertReport:
         plan: SavePlan = snapshot.plan(stop)
-        candidates = [_Candidate(*one) for one in plan.named_tensors()]
-        candidates += [_Candidate(fqn, dtype, shape, fqn, kind) for fqn, dtype, shape, kind in plan.named_composites()]
-        chosen = _choose(self.export, candidates, self.url)
-        items = {fqn: item for fqn, _, _, item in plan.named_tensors()}
-        by_item = {items[chosen.origin[one.fqn]]: one for one in chosen.tensors}
+        chosen, by_item = choose_staged(self.export, plan, self.url)
         # In the order in which the snapshot has them, so that a file is written while the state is staged, and a window
         # is kept for no longer than one part needs it. A tensor whose size would leave those behind it unaligned goes
         # to the end of its file, and is copied until then; too many of them end the reading of the snapshot.
@@ -217,9 +165,7 @@ class _Sink:
         laid, index = safetensors_layout(tensors, None, self.export.max_shard_bytes, chosen.aliases)
         if any(sum(one.nbytes for one in file.late) > _MOST_HELD_BYTES for file in laid):
             raise SnapshotLostError(f"{self.url}: too many tensors have to be kept back for the end of their file")
-        dtypes = {one.fqn: one.dtype for one in candidates}
-        sources = {one.fqn: dtypes[chosen.origin[one.fqn]] for one in tensors}
-        stream = Stream(pieces_of(snapshot, plan, by_item, sources, stop))
+        stream = Stream(pieces_of(snapshot, plan, by_item, stop))
         bodies = [(file.name, stream.file(file)) for file in laid]
         others, last = ([(name, BytesBody(one)) for name, one in small.items()] for small in (self._others, index))
         files: list[tuple[str, Body]] = [*others, *bodies, *last]  # the last file is the one that readers look for
@@ -297,7 +243,7 @@ class _Sink:
         opened = await prepare_together(ranks, self._open, save)
         async with aclosing(opened):
             # In one step: a rank that is cancelled between two steps would not tell the others.
-            selection = await prepare_together(ranks, io_threads().run, self._choose_from, opened)
+            selection = await prepare_together(ranks, io_threads().run, choose_saved, self.export, opened, self.url)
             options = ConvertOptions(max_shard_bytes=self.export.max_shard_bytes, durability=self.durability)
             request = ConvertRequest(
                 options,
@@ -308,21 +254,6 @@ class _Sink:
                 others=self._others,
             )
             return await convert_opened(opened, selection, self.location, request, ranks)
-
-    def _choose_from(self, opened: Source) -> Selection:
-        """Select tensors of a checkpoint, as ``_choose`` does."""
-        parts = opened.parts()
-        candidates = [
-            _Candidate(fqn, one.entry.dtype, one.entry.shape, one.identity)
-            for fqn, one in opened.tensors.items()
-            if fqn not in parts
-        ]
-        candidates += [
-            _Candidate(fqn, one.dtype, one.shape, fqn, one.type)
-            for fqn, one in opened.entries.items()
-            if isinstance(one, CompositeEntry) and fqn not in parts
-        ]
-        return _choose(self.export, candidates, self.url)
 
     def _report(self, files: Mapping[str, int], chosen: Selection) -> ConvertReport:
         return ConvertReport(
@@ -336,6 +267,3 @@ class _Sink:
             cast=chosen.cast,
             unverified=(),
         )
-
-
-# --- from the snapshot ---

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ from .targets import OutTensor, SafetensorsFile
 _PART_BYTES = 16 << 20
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """The next elements of a tensor, which are converted to ``dtype`` when they are copied."""
 
     name: str
@@ -32,13 +32,10 @@ class _Piece(NamedTuple):
 
 
 def pieces_of(
-    snapshot: SnapshotReader[SavePlan],
-    plan: SavePlan,
-    by_item: Mapping[Any, OutTensor],
-    sources: Mapping[str, str],
-    stop: Stop,
-) -> Generator[_Piece]:
+    snapshot: SnapshotReader[SavePlan], plan: SavePlan, by_item: Mapping[int, OutTensor], stop: Stop
+) -> Generator[Piece]:
     """Yield the payloads of these items, window by window."""
+    dtypes = {item: dtype for _, dtype, _, item in plan.named_tensors()}
     window_number = first_item = 0
     for layout in plan.shards:
         for window in layout.windows:
@@ -46,22 +43,22 @@ def pieces_of(
                 for number, at, nbytes, _ in layout.payloads_in(window):
                     one = by_item.get(first_item + number)
                     if one is not None:
-                        yield _piece(one, sources[one.fqn], view[at : at + nbytes])
+                        yield _piece(one, dtypes[first_item + number], view[at : at + nbytes])
             window_number += 1
         first_item += len(layout.items)
 
 
-def _piece(one: OutTensor, source: str, view: memoryview) -> _Piece:
+def _piece(one: OutTensor, source: str, view: memoryview) -> Piece:
     if source == one.dtype:
-        return _Piece(one.fqn, torch.frombuffer(memory_behind(view), dtype=torch.uint8), torch.uint8)
+        return Piece(one.fqn, torch.frombuffer(memory_behind(view), dtype=torch.uint8), torch.uint8)
     elements = torch.frombuffer(memory_behind(view), dtype=dtype_from_name(source))
-    return _Piece(one.fqn, elements, dtype_from_name(one.dtype))
+    return Piece(one.fqn, elements, dtype_from_name(one.dtype))
 
 
 class Stream:
     """The bytes of files, one after the other, made from pieces of tensors in the order of the snapshot."""
 
-    def __init__(self, pieces: Generator[_Piece]) -> None:
+    def __init__(self, pieces: Generator[Piece]) -> None:
         self._pieces = pieces
         self._lock = threading.Lock()
         self._files: list[_StreamedFile] = []
@@ -78,10 +75,10 @@ class Stream:
                 file.close()
             self._pieces.close()
 
-    def _content(self, laid: SafetensorsFile) -> Generator[_Piece]:
+    def _content(self, laid: SafetensorsFile) -> Generator[Piece]:
         """Yield the pieces of a file. Pieces that belong at its end are copied and kept until then."""
         yield _bytes_of(laid.header)
-        held: dict[str, list[_Piece]] = {one.fqn: [] for one in laid.late}
+        held: dict[str, list[Piece]] = {one.fqn: [] for one in laid.late}
         left = sum(one.nbytes for one in laid.tensors)
         while left:
             # Pieces arrive in the order of the snapshot, and one at a time: all threads that write parts take them
@@ -97,8 +94,8 @@ class Stream:
             yield from pieces
 
 
-def _bytes_of(content: bytes) -> _Piece:
-    return _Piece("", torch.frombuffer(bytearray(content), dtype=torch.uint8), torch.uint8)
+def _bytes_of(content: bytes) -> Piece:
+    return Piece("", torch.frombuffer(bytearray(content), dtype=torch.uint8), torch.uint8)
 
 
 class _StreamedFile:
@@ -106,11 +103,11 @@ class _StreamedFile:
 
     aligned = False
 
-    def __init__(self, nbytes: int, content: Generator[_Piece], lock: threading.Lock) -> None:
+    def __init__(self, nbytes: int, content: Generator[Piece], lock: threading.Lock) -> None:
         self.nbytes = nbytes
         self._content = content
         self._lock = lock
-        self._left: _Piece | None = None
+        self._left: Piece | None = None
         self._error: BaseException | None = None
         self._made: dict[int, memoryview] = {}
         self.parts: Sequence[_Part] = [

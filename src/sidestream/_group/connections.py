@@ -6,14 +6,13 @@ The body of a message begins with the name of the step.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple
 
+from .._runtime.descriptors import close_in_children
 from .._runtime.messages import NOT_A_MESSAGE, Message, MessageDecoder, message_head
 from ..errors import CorruptCheckpointError
 
@@ -149,23 +148,3 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, _: Exception | None) -> None:
         self.close()
-
-
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def close_in_children(sock: socket.socket) -> None:
-    """Close ``sock`` in forked children. A child (a worker of a data loader) would keep the connection open after this
-    process has died, so that its peers would not notice the death."""
-    _sockets.add(sock)
-
-
-def _after_fork() -> None:
-    for sock in list(_sockets):
-        if sock.fileno() >= 0:
-            # Not ``shutdown``, which would end the connection of the parent too.
-            os.close(sock.detach())
-    _sockets.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)

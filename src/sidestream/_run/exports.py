@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,17 @@ from .._engine.loop import operation_loop
 from .._runtime.tasks import run_shielded, supervise
 from .._runtime.threads import Deadline, time_limit
 from .._save.running import Save
-from .._save.sinks import Export, PendingExport, Sink, all_ended, exports_in, sinks_of
+from .._save.sinks import (
+    Export,
+    PendingExport,
+    PendingOutcome,
+    Publishes,
+    Sink,
+    all_ended,
+    exports_in,
+    publication,
+    sinks_of,
+)
 from .._storage import parse_step, step_name
 from ..errors import CorruptCheckpointError, InvalidOptionError, SidestreamError, printable_lines
 from ..options import Durability, check_count
@@ -152,16 +162,18 @@ class Exports:
         self.pruning = Upkeep(self._prune, f"sidestream exports of {run}")
         """The deletion of old exports."""
         self._lock = threading.Lock()
-        self._made: list[PendingExport] = []
+        self._made: list[PendingOutcome] = []
 
-    def of(self, step: int, target: str) -> tuple[PendingExport, ...]:
-        """Return the exports of the save of ``step`` to the URL ``target``. Called in the order of the saves, in any
-        thread. The caller ends those that it does not give to a ``PendingSave``."""
-        if step % self._every:
-            return ()
-        sinks = sinks_of(self._wanted, target, step=step, durability=self._durability)
+    def of(
+        self, step: int, target: str, publish: Publishes | None, metadata: Mapping[str, Any] | None
+    ) -> tuple[PendingOutcome, ...]:
+        """Return the exports of the save of ``step`` to the URL ``target``, and the version that it publishes. Called
+        in the order of the saves, in any thread. The caller ends those that it does not give to a ``PendingSave``."""
+        wanted = () if step % self._every else self._wanted
+        sinks = sinks_of(wanted, target, step=step, durability=self._durability)
+        version = publication(publish, step, metadata, partial(self._leased_and_in_order, []))
         with self._lock:
-            made = tuple(map(self._pending_export, sinks))
+            made = (*map(self._pending_export, sinks), *version)
             self._made = [*(one for one in self._made if not one.done()), *made]
         return made
 
@@ -170,8 +182,8 @@ class Exports:
         return PendingExport(sink, partial(self._leased_and_in_order, before))
 
     @asynccontextmanager
-    async def _leased_and_in_order(self, before: list[PendingExport], save: Save) -> AsyncIterator[None]:
-        """Lease the step of ``save``, if this process commits the export, and wait until ``before`` has ended. The
+    async def _leased_and_in_order(self, before: list[PendingOutcome], save: Save) -> AsyncIterator[None]:
+        """Lease the step of ``save``, if this process commits it, and wait until ``before`` has ended. The
         lease is put before the step can be deleted, because the save is not committed yet."""
         lease: Lease | None = None
         if save.rank == 0:
@@ -187,9 +199,9 @@ class Exports:
             if lease is not None:
                 await lease.release()
 
-    def delete_after(self, exports: Sequence[PendingExport]) -> None:
-        """Request the deletions of this process after each of these exports."""
-        for one in exports:
+    def delete_after(self, outcomes: Sequence[PendingOutcome]) -> None:
+        """Request the deletions of this process after each of these."""
+        for one in outcomes:
             if self._after_each is not None:
                 one.when_done(self._after_each)
             if self._keep is not None:

@@ -35,7 +35,7 @@ from .._save.api import (
     prewarm,
 )
 from .._save.group import FailedSave
-from .._save.sinks import PendingExport
+from .._save.sinks import PendingOutcome, Publishes
 from .._storage import step_name
 from ..errors import InvalidOptionError, RankFailuresError, SidestreamError, SkippedError, TooManySavesError
 from ..events import SaveContext, SaveSkipped, emit
@@ -442,6 +442,7 @@ class Saves:
         metadata: Mapping[str, Any] | None = None,
         files: Mapping[str, FileSource] | None = None,
         options: SaveOptions | None = None,
+        publish: Publishes | None = None,
         *,
         promised: bool = False,
     ) -> PendingSave:
@@ -458,10 +459,10 @@ class Saves:
         member = self._run.together()
         limit = Deadline.after(limits.timeout_s)
         operation = None if member is None else member.begin("save", limit, limits.rank_wait_s)
-        exports: tuple[PendingExport, ...] = ()
+        outcomes: tuple[PendingOutcome, ...] = ()
         try:
             wanted = self._checked(step, options, operation, promised=promised)
-            exports = self._exports.of(step, self._run.at(step_name(step, 1)).url)
+            outcomes = self._exports.of(step, self._run.at(step_name(step, 1)).url, publish, metadata)
             request = SaveRequest(
                 state=state,
                 options=wanted,
@@ -470,11 +471,11 @@ class Saves:
                 step=step,
                 metadata=metadata,
                 files=files,
-                exports=exports,
+                outcomes=outcomes,
             )
             return self._enter(request, step, operation, began, promised=promised)
         except BaseException as error:
-            for one in exports:
+            for one in outcomes:
                 one.cancel()
             if operation is None:
                 raise
@@ -536,8 +537,8 @@ class Saves:
             launch = partial(self._launch, request, entry, operation, step)
             work = QueuedSave(self._run.url, step, entry, writer, launch)
             if self._run.leads:
-                self._exports.delete_after(request.exports)
-            pending = context.run(PendingSave, work, request.exports)
+                self._exports.delete_after(request.outcomes)
+            pending = context.run(PendingSave, work, request.outcomes)
             self._watch_over(pending, step)
             caller_waited("call", began, {} if writer is None else writer.wait_if_eager(), work.context)
         except BaseException:

@@ -32,7 +32,17 @@ from .lifecycle import Lifecycle
 from .operation import SaveOperation, Solo
 from .pending import PendingSave, SaveInfo, SaveProgress, SaveWork
 from .running import Save, SaveOrder
-from .sinks import Export, PendingExport, all_ended, exports_in, sinks_of
+from .sinks import (
+    Export,
+    PendingExport,
+    PendingOutcome,
+    PendingVersion,
+    Publishes,
+    all_ended,
+    exports_in,
+    publication,
+    sinks_of,
+)
 from .writer import LiveWriter
 
 __all__ = [
@@ -42,6 +52,8 @@ __all__ = [
     "LiveWriter",
     "PendingExport",
     "PendingSave",
+    "PendingVersion",
+    "Publishes",
     "SaveInfo",
     "SaveProgress",
     "SaveRequest",
@@ -66,6 +78,7 @@ async def save(
     metadata: Mapping[str, Any] | None = None,
     files: Mapping[str, FileSource] | None = None,
     export: Export | Sequence[Export] | None = None,
+    publish: Publishes | None = None,
     overwrite: bool = False,
     process_group: GroupChoice = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -95,6 +108,8 @@ async def save(
             returns them. With several ranks those of rank 0 count.
         export: A ``sidestream.HF``, or several, to write beside the checkpoint (``docs/exports.md``). This call waits
             for them. An export that fails does not fail the save.
+        publish: A version of weights to publish from the same snapshot: ``publisher.version(120)``
+            (``docs/live_weights.md``). This call waits for it. If it fails, the save does not.
         overwrite: Replace the checkpoint that is at ``url``. At any time a reader finds the old one or the new one. Of
             several such saves at the same time each succeeds in a local directory, and the last one stays. On object
             storage one succeeds, and conditional puts are needed. Not possible with ``Storage(commit="marker")``.
@@ -104,7 +119,8 @@ async def save(
         options: How the save is done: durability, writer, names, dtypes, limits. None: ``SaveOptions()``.
 
     Returns:
-        What was committed. ``SaveInfo.exports`` has for each export its report, or the error that it failed with.
+        What was committed. ``SaveInfo.exports`` has for each export its report, or the error that it failed with, and
+        ``SaveInfo.published`` the version.
 
     Raises:
         InvalidOptionError, MissingExtraError, KeyCollisionError, UnsafeObjectError, UnsupportedTensorError: The call or
@@ -128,6 +144,7 @@ async def save(
         metadata=metadata,
         files=files,
         export=export,
+        publish=publish,
         overwrite=overwrite,
         process_group=process_group,
         storage_options=storage_options,
@@ -138,20 +155,22 @@ async def save(
 
 
 async def completed(pending: PendingSave) -> SaveInfo:
-    """Wait for a save and its exports. A cancel cancels all of them, and waits until they have cleaned up."""
-    # The export comes after the save, because it may need the committed checkpoint. A cancel of this call has to end
+    """Wait for a save and all its outcomes. A cancel cancels all of them, and waits until they have cleaned up."""
+    # The outcomes come after the save, because they may need the committed checkpoint. A cancel of this call has to end
     # both: nothing else waits for them.
     try:
         info = await pending
-        await all_ended(pending.exports)
+        await all_ended(pending.outcomes)
     except (Exception, asyncio.CancelledError):
-        for one in pending.exports:
+        for one in pending.outcomes:
             one.cancel()
         pending.cancel()
         await run_shielded(pending.ended)
-        await run_shielded(all_ended, pending.exports)
+        await run_shielded(all_ended, pending.outcomes)
         raise
-    return replace(info, exports=tuple(one.report_or_error() for one in pending.exports))
+    published = [one.report_or_error() for one in pending.outcomes if isinstance(one, PendingVersion)]
+    exports = tuple(one.report_or_error() for one in pending.exports)
+    return replace(info, exports=exports, published=published[0] if published else None)
 
 
 @public
@@ -163,6 +182,7 @@ def async_save(
     metadata: Mapping[str, Any] | None = None,
     files: Mapping[str, FileSource] | None = None,
     export: Export | Sequence[Export] | None = None,
+    publish: Publishes | None = None,
     overwrite: bool = False,
     process_group: GroupChoice = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -183,6 +203,7 @@ def async_save(
         metadata: Plain data that can be read without the state.
         files: Sidecar files, by name: their content or their path.
         export: A ``sidestream.HF``, or several. ``pending.exports`` has their outcomes.
+        publish: As for ``save``. ``pending.published`` has the outcome.
         overwrite: Replace the checkpoint that is at ``url``, as for ``save``.
         process_group: The ranks that save together (``options.GroupChoice``).
         storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
@@ -208,7 +229,7 @@ def async_save(
         # ``options`` may be wrong, which is raised on all ranks. The operation has to begin before that, with defaults.
         limits = options if isinstance(options, SaveOptions) else SaveOptions()
         operation = member.begin("save", deadline_of(limits.timeout_s), limits.rank_wait_s)
-    exports: tuple[PendingExport, ...] = ()
+    outcomes: tuple[PendingOutcome, ...] = ()
     writer: LiveWriter | None = None
     pending: PendingSave | None = None
     try:
@@ -221,7 +242,7 @@ def async_save(
         if overwrite:
             location.store.check_replaces()
         sinks = sinks_of(wanted, location.url, step=None, durability=chosen.durability)
-        exports = tuple(PendingExport(sink) for sink in sinks)
+        outcomes = (*map(PendingExport, sinks), *publication(publish, None, metadata))
         request = SaveRequest(
             state=state,
             options=chosen,
@@ -229,12 +250,12 @@ def async_save(
             worker=choose_worker(chosen.writer, location.store),
             metadata=metadata,
             files=files,
-            exports=exports,
+            outcomes=outcomes,
             overwrite=overwrite,
         )
         writer = request.prepare(operation, member)
         work = request.launch(writer, location, operation=operation, member=member)
-        pending = PendingSave(work, exports)
+        pending = PendingSave(work, outcomes)
         caller_waited("call", began, writer.wait_if_eager(), work.context)
         return pending
     except BaseException as error:  # also one that a signal handler raises
@@ -246,7 +267,7 @@ def async_save(
         if operation is None or not isinstance(error, Exception):
             raise
         # Not a variable: the error refers to this frame, and must not be in a cycle with what refers to it.
-        return PendingSave(FailedSave(operation, str(url), error), exports)
+        return PendingSave(FailedSave(operation, str(url), error), outcomes)
 
 
 def check_stager(stager: object) -> None:
@@ -262,7 +283,7 @@ def check_stager(stager: object) -> None:
 class SaveRequest:
     """What a save was asked for, apart from where it goes and with whom.
 
-    ``exports`` read the snapshot if one process saves. Otherwise they read the checkpoint, and the ranks divide the
+    ``outcomes`` read the snapshot if one process saves. Otherwise they read the checkpoint, and the ranks divide the
     files of the exports.
     """
 
@@ -273,7 +294,7 @@ class SaveRequest:
     step: int | None = None
     metadata: InitVar[Mapping[str, Any] | None]
     files: InitVar[Mapping[str, FileSource] | None] = None
-    exports: tuple[PendingExport, ...] = ()
+    outcomes: tuple[PendingOutcome, ...] = ()
     overwrite: bool = False
     encoded_metadata: Node = field(init=False)
     sources: Mapping[str, FileSource] = field(init=False)
@@ -305,7 +326,7 @@ class SaveRequest:
             Deadline.after(options.timeout_s),
             budget_bytes=STREAM_BYTES if options.streaming else None,
             shared=self.worker[0] is not None,
-            readers=0 if together else len(self.exports),
+            readers=0 if together else len(self.outcomes),
             reasons=reasons,
         )
 
@@ -323,7 +344,7 @@ class SaveRequest:
         ``operation`` is set if several ranks save. A ``member`` that is the only rank of its group saves like a process
         without a group, unless it has tensors that only a group can describe.
         """
-        options, exports = self.options, self.exports
+        options, outcomes = self.options, self.outcomes
         begun = None
         try:
             deadline = Deadline.after(options.timeout_s)
@@ -339,7 +360,7 @@ class SaveRequest:
                 metadata=self.encoded_metadata,
                 # Only rank 0 commits sidecar files, so a path need not exist on the other ranks.
                 files=self.sources if operation is None or operation.rank == 0 else {},
-                exports=tuple(one.url for one in exports),
+                exports=tuple(one.url for one in outcomes if isinstance(one, PendingExport)),
             )
             worker, fall_back = self.worker
             running = Save(
@@ -364,7 +385,7 @@ class SaveRequest:
                 save=running,
                 writer=writer,
                 coordinator=coordinator,
-                exports=exports,
+                outcomes=outcomes,
                 snapshots=writer.snapshots,
             )
         except BaseException as error:

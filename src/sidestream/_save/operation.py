@@ -25,7 +25,7 @@ from ..events import SaveContext
 from ..options import Outcome
 from .pending import SaveInfo, SaveProgress
 from .running import Save
-from .sinks import PendingExport
+from .sinks import PendingOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +171,9 @@ class SaveOperation:
     save: Save
     writer: Writer
     coordinator: Coordinator
-    exports: Sequence[PendingExport] = ()
+    outcomes: Sequence[PendingOutcome] = ()
     snapshots: tuple[Any, ...] = ()
-    """For each of ``exports`` the ``SnapshotReader`` that it reads. Empty if they read the checkpoint."""
+    """For each of ``outcomes`` the ``SnapshotReader`` that it reads. Empty if they read the checkpoint."""
 
     @property
     def url(self) -> str:
@@ -198,14 +198,14 @@ class SaveOperation:
     async def run(self, staged: Future[None]) -> SaveInfo:
         lifecycle = self.save.lifecycle
         try:
-            # The exports take over their readers here: from then on each export closes its own.
-            snapshots = self.snapshots or (None,) * len(self.exports)
-            for number, (export, snapshot) in enumerate(zip(self.exports, snapshots, strict=True)):
-                export.begin(self.save, number, snapshot)
+            # The outcomes take over their readers here: from then on each closes its own.
+            snapshots = self.snapshots or (None,) * len(self.outcomes)
+            for number, (outcome, snapshot) in enumerate(zip(self.outcomes, snapshots, strict=True)):
+                outcome.begin(self.save, number, snapshot)
             self.snapshots = ()
             # The deadline is set once, here. It holds for this task, for the tasks that it creates, and for threads
             # that work for them, so no function of a store takes a deadline. Work that cleans up sets a limit of its
-            # own, because this one may have passed. The exports are outside: they may take longer than the save.
+            # own, because this one may have passed. The outcomes are outside: they may take longer than the save.
             with time_limit(self.save.deadline):
                 committed = await self._run(staged)
         except BaseException as error:

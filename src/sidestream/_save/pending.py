@@ -12,10 +12,10 @@ from typing import Any, Protocol
 from .._engine.handle import Pending, Waitable
 from .._runtime.public import Displayed, Table, public, readable_bytes
 from .._runtime.waits import WaitReasons, caller_waits
-from ..errors import SkippedError
+from ..errors import InvalidOptionError, SkippedError
 from ..events import SaveContext
 from ..options import Durability, Outcome
-from .sinks import PendingExport
+from .sinks import PendingExport, PendingOutcome, PendingVersion
 
 
 @public
@@ -34,6 +34,7 @@ class SaveInfo(Displayed):
             storage (``"written"``) and until the commit was acknowledged (``"committed"``).
         exports: For each export of a ``save`` its ``ConvertReport``, or the error that it failed with. Empty for what
             ``async_save`` started.
+        published: For ``publish=`` of a ``save`` its ``PublishedVersion``, or the error that it failed with.
     """
 
     url: str
@@ -44,6 +45,7 @@ class SaveInfo(Displayed):
     durability: Durability
     seconds: Mapping[str, float]
     exports: tuple[Any, ...] = ()
+    published: Any = None
 
     def _summary(self) -> str:
         took = self.seconds.get("committed")
@@ -52,6 +54,7 @@ class SaveInfo(Displayed):
     def _table(self) -> Table:
         rows = [[phase, f"{seconds:.3f} s"] for phase, seconds in self.seconds.items()]
         rows += [[f"export {number}", str(one)] for number, one in enumerate(self.exports)]
+        rows += [] if self.published is None else [["published", str(self.published)]]
         return Table(("phase", "after"), rows, len(rows))
 
 
@@ -123,10 +126,10 @@ class PendingSave(Displayed, Pending[SaveInfo]):
     it, also when the event loop that started it has ended. An error that is never retrieved is logged.
     """
 
-    def __init__(self, work: SaveWork, exports: tuple[PendingExport, ...] = ()) -> None:
+    def __init__(self, work: SaveWork, outcomes: tuple[PendingOutcome, ...] = ()) -> None:
         super().__init__(f"sidestream save {work.url}", f"saving {work.url}")
         self._work = work
-        self._exports = exports
+        self._outcomes = outcomes
         self._staged: Waitable[None] = _Staged(work)
         self._start(self._save)
 
@@ -160,7 +163,24 @@ class PendingSave(Displayed, Pending[SaveInfo]):
     def exports(self) -> tuple[PendingExport, ...]:
         """The exports of the save: one ``PendingExport`` for each ``HF`` in ``export=``, in their order, on every rank.
         They continue when the save has ended."""
-        return self._exports
+        return tuple(one for one in self._outcomes if isinstance(one, PendingExport))
+
+    @property
+    def published(self) -> PendingVersion:
+        """The version that ``publish=`` asked for. It continues when the save has ended.
+
+        Raises:
+            InvalidOptionError: The save has no ``publish=``.
+        """
+        for one in self._outcomes:
+            if isinstance(one, PendingVersion):
+                return one
+        raise InvalidOptionError("this save publishes nothing: call it with publish=")
+
+    @property
+    def outcomes(self) -> tuple[PendingOutcome, ...]:
+        """Everything that the save produces beside the checkpoint."""
+        return self._outcomes
 
     @property
     def outcome(self) -> Outcome | None:
@@ -197,6 +217,6 @@ class PendingSave(Displayed, Pending[SaveInfo]):
                 self._staged.succeed(None)
             else:
                 self._staged.fail(error)
-            for export in self._exports:
-                export.saved(self._work.outcome, error)
+            for one in self._outcomes:
+                one.saved(self._work.outcome, error)
             del error  # which refers to this frame

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
-from .._engine.handle import Pending
+from .._engine.handle import Pending, Waitable
 from .._group import Operation, prepare_together
 from .._runtime.public import public
 from .._runtime.tasks import run_shielded
@@ -23,9 +24,22 @@ from .running import Save
 _log = logging.getLogger("sidestream")
 
 
+class _Closed(Protocol):
+    def close(self) -> None: ...
+
+
+R = TypeVar("R", bound=_Closed)
+
+
 class Sink(Protocol):
     """A reader of the snapshot of a save, such as an export or the publication of weights. If there is no snapshot, it
     reads the committed checkpoint."""
+
+    together: bool
+    """Whether the ranks that save together also read the checkpoint together, and each writes a part."""
+
+    replaces: bool
+    """Whether what it makes replaces that of an earlier generation of the step."""
 
     @property
     def url(self) -> str:
@@ -66,46 +80,59 @@ class Export(Protocol):
         """Delete the exports of a run except those of the ``keep`` highest steps. Raises what the storage raises."""
 
 
-ExportContext: TypeAlias = Callable[[Save], AbstractAsyncContextManager[object]]
-"""A function that returns the context in which an export of a save works, from its beginning to its end."""
+class VersionSink(Sink, Protocol):
+    """The sink that publishes a version of weights."""
+
+    async def applied(self, count: int, timeout_s: float | None) -> Any:
+        """Do ``PendingVersion.applied``."""
+
+
+class Publishes(Protocol):
+    """The type of the argument ``publish=``: a ``sidestream.Publisher``, or what its ``version()`` returns."""
+
+    def sink(self, step: int | None, metadata: Mapping[str, Any] | None) -> VersionSink:
+        """Return the sink of one save, and take the number of its version. Raises what is wrong with the version."""
+
+
+SinkContext: TypeAlias = Callable[[Save], AbstractAsyncContextManager[object]]
+"""A function that returns the context in which a sink of a save works, from its beginning to its end."""
 
 
 def _no_context(save: Save) -> AbstractAsyncContextManager[object]:
     return nullcontext()
 
 
-@public
-class PendingExport(Pending[Any]):
-    """An export of a save in progress. Awaiting it returns its ``ConvertReport``, or raises the error of the export.
+class PendingOutcome(Pending[Any]):
+    """What a save produces beside the checkpoint, in progress. The checkpoint does not depend on it. A failure is
+    logged.
 
-    Any number of tasks may await it, any number of times, on any event loops, and ``result()`` waits for it in a
-    thread. A cancel of an awaiting task does not cancel the export; ``cancel()`` does. The checkpoint does not depend
-    on it. An export that fails is logged.
-
-    If the save is cancelled before it is committed, the export is cancelled too. If the save is skipped, it raises
-    ``SkippedError``. If the save fails, so that nothing is left to export, it raises ``SnapshotLostError``.
+    If the save is cancelled before it is committed, this is cancelled too. If the save is skipped, it raises
+    ``SkippedError``. If the save fails, so that nothing is left to read, it raises ``SnapshotLostError``.
     """
 
-    def __init__(self, sink: Sink, context: ExportContext = _no_context) -> None:
-        super().__init__(f"sidestream export to {sink.url}")
+    _doing = "making"
+    _done = "made"
+
+    def __init__(self, sink: Sink, context: SinkContext = _no_context) -> None:
+        super().__init__(f"sidestream: {self._doing} {sink.url}")
         self._sink = sink
         self._context = context
-        # Two futures, because the outcomes are independent. The save sets this one when it ends; the export may
-        # continue for long after that.
+        # Two futures, because the outcomes are independent. The save sets this one when it ends; this may continue for
+        # long after that.
         self._saved: ThreadFuture[Outcome] = ThreadFuture()
         self._begun = False
         self._ranks: Operation | None = None
 
     @property
     def url(self) -> str:
-        """The directory that is exported to."""
+        """Where it is written to."""
         return self._sink.url
 
     def cancel(self) -> bool:
-        """Ask the export to stop. Awaiting it raises ``CancelledError`` when what it has written is removed.
+        """Ask it to stop. Awaiting it raises ``CancelledError`` when what it has written is removed.
 
         Returns:
-            False if the export had ended already.
+            False if it had ended already.
         """
         return super().cancel()
 
@@ -119,14 +146,14 @@ class PendingExport(Pending[Any]):
 
     def begin(self, save: Save, number: int, snapshot: SnapshotReader[Any] | None) -> None:
         """Start to read ``snapshot`` in a thread. None: read the checkpoint when it is committed. ``number`` counts the
-        exports of the save, which several ranks make together."""
+        outcomes of the save, some of which several ranks make together."""
         if self.done():  # cancelled before the save began
             if snapshot is not None:
                 snapshot.close()
             self._report(save, number, asyncio.CancelledError())
             return
         self._begun = True
-        self._start(partial(self._export, save, number, snapshot))
+        self._start(partial(self._make, save, number, snapshot))
 
     def saved(self, outcome: Outcome, error: BaseException | None) -> None:
         """Note that the save has ended with ``outcome``, and with ``error`` if it did not succeed."""
@@ -138,9 +165,9 @@ class PendingExport(Pending[Any]):
             self._cancelling = True
             self._cancel()
         elif not self._begun and isinstance(error, SkippedError):
-            self.fail(SkippedError(f"nothing was exported to {self.url}: {error}"))
+            self.fail(SkippedError(f"nothing was {self._done} {self.url}: {error}"))
         elif not self._begun:
-            self.fail(SnapshotLostError(f"nothing was exported to {self.url}, because the save did not begin"))
+            self.fail(SnapshotLostError(f"nothing was {self._done} {self.url}, because the save did not begin"))
 
     # --- the task ---
 
@@ -149,10 +176,10 @@ class PendingExport(Pending[Any]):
         if not self._begun:
             self.fail(asyncio.CancelledError())
 
-    async def _export(self, save: Save, number: int, snapshot: SnapshotReader[Any] | None) -> Any:
+    async def _make(self, save: Save, number: int, snapshot: SnapshotReader[Any] | None) -> Any:
         try:
             async with self._context(save):
-                if save.operation is None:
+                if save.operation is None or not self._sink.together:
                     return await self._made(save, snapshot)
                 return await self._made_together(save, number)
         except (Exception, asyncio.CancelledError) as error:
@@ -160,7 +187,7 @@ class PendingExport(Pending[Any]):
             # Otherwise the save itself tells what has failed.
             if not isinstance(error, (SkippedError, SnapshotLostError, asyncio.CancelledError)):
                 text = printable_lines(f"{type(error).__name__}: {error}")
-                _log.error("exporting %s to %s failed: %s", save.location.url, self.url, text)
+                _log.error("%s %s from %s failed: %s", self._doing, self.url, save.location.url, text)
             raise
         finally:
             if snapshot is not None:  # or its windows would stay leased
@@ -171,9 +198,9 @@ class PendingExport(Pending[Any]):
         self.mark_retrieved()  # it was logged
 
     def _report(self, save: Save, number: int, error: BaseException) -> None:
-        """Report to the other ranks that this one does not export. Does nothing if it has begun to export with them,
+        """Report to the other ranks that this one does not take part. Does nothing if it has begun to work with them,
         because that work reports its own errors."""
-        if save.operation is not None and self._ranks is None:
+        if save.operation is not None and self._sink.together and self._ranks is None:
             self._ranks = _following(save, number)
             self._ranks.report(error)
 
@@ -183,10 +210,9 @@ class PendingExport(Pending[Any]):
         if snapshot is not None:
             try:
                 with time_limit(save.deadline):
-                    read = await _read_in_thread(self._sink, snapshot, save)
-                    if (
-                        save.order.generation > 1
-                    ):  # the export of the generation before stays, unless this one is committed
+                    read = await read_in_thread(snapshot, lambda found, stop: self._sink.read(found, save, stop))
+                    # What was made of the generation before stays, unless this one is committed.
+                    if save.order.generation > 1 and self._sink.replaces:
                         await self._committed(save)
                     return await self._sink.finish(read, save)
             except (Exception, asyncio.CancelledError) as error:
@@ -215,7 +241,94 @@ class PendingExport(Pending[Any]):
     async def _committed(self, save: Save) -> None:
         """Wait until the save is committed. Raises ``SnapshotLostError`` if it is not."""
         if await asyncio.wrap_future(self._saved) != "committed":
-            raise SnapshotLostError(f"nothing was exported to {self.url}, because {save.location.url} was not saved")
+            raise SnapshotLostError(f"nothing was {self._done} {self.url}, because {save.location.url} was not saved")
+
+
+@public
+class PendingExport(PendingOutcome):
+    """An export of a save in progress. Awaiting it returns its ``ConvertReport``, or raises the error of the export.
+
+    Any number of tasks may await it, any number of times, on any event loops, and ``result()`` waits for it in a
+    thread. A cancel of an awaiting task does not cancel the export; ``cancel()`` does. The checkpoint does not depend
+    on it. An export that fails is logged.
+
+    If the save is cancelled before it is committed, the export is cancelled too. If the save is skipped, it raises
+    ``SkippedError``. If the save fails, so that nothing is left to export, it raises ``SnapshotLostError``.
+    """
+
+    _doing = "exporting to"
+    _done = "exported to"
+
+
+@public
+class PendingVersion(PendingOutcome):
+    """A version that a ``Publisher`` is about to publish. Awaiting it returns its ``PublishedVersion``, or raises its
+    error.
+
+    Any number of tasks may await it, any number of times, on any event loops, and ``result()`` waits for it in a
+    thread. A cancel of an awaiting task has no effect on it; ``cancel()`` withdraws what is not published yet. The
+    checkpoint of the same save does not depend on it, nor it on the checkpoint. A version that fails is logged.
+    """
+
+    _doing = _done = "published to"
+    _sink: VersionSink
+
+    def __init__(self, sink: VersionSink, context: SinkContext = _no_context) -> None:
+        super().__init__(sink, context)
+        self._staged: Waitable[None] = Waitable(f"staging for {sink.url}")
+        self.when_done(partial(self._staged.succeed, None))
+
+    @property
+    def staged(self) -> Waitable[None]:
+        """Await it before the tensors change. For a version of a save this is later than ``staged`` of the save."""
+        return self._staged
+
+    def follow(self, free: Future[None]) -> None:
+        """Resolve ``staged`` as soon as ``free`` is resolved."""
+        free.add_done_callback(self._on_free)
+
+    def _on_free(self, free: Future[None]) -> None:
+        error = Future.exception(free)
+        self._staged.succeed(None) if error is None else self._staged.fail(error)
+
+    def begin_alone(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        """Start ``work``, which publishes a state that is not saved."""
+        self._begun = True
+
+        async def logged() -> Any:
+            try:
+                return await work()
+            except Exception as error:
+                text = printable_lines(f"{type(error).__name__}: {error}")
+                _log.error("publishing to %s failed: %s", self.url, text)
+                raise
+
+        self._start(logged)
+
+    @property
+    def published(self) -> PendingVersion:
+        """This object: ``await pending.published``."""
+        return self
+
+    async def applied(self, *, count: int, timeout_s: float | None = None) -> Any:
+        """Wait until subscribers have answered: they serve the version, have refused it, or have passed to a later one.
+
+        A cancel has no effect on the version.
+
+        Args:
+            count: How many answers to wait for.
+            timeout_s: The limit, in seconds. None: none.
+
+        Returns:
+            An ``AppliedReport``: who serves it, and who does not.
+
+        Raises:
+            DeadlineExceededError: Fewer have answered in time. The message says which have.
+            ClosedError: The publisher is closed.
+            SidestreamError: What awaiting the version raises.
+        """
+        await self
+        return await self._sink.applied(count, timeout_s)
 
 
 def _following(save: Save, number: int) -> Operation:
@@ -224,13 +337,13 @@ def _following(save: Save, number: int) -> Operation:
     return save.operation.follow(number, "export", Deadline.after(save.deadline.timeout_s))
 
 
-async def _read_in_thread(sink: Sink, snapshot: SnapshotReader[Any], save: Save) -> Any:
-    """Read the snapshot in a thread that no other work uses, because an export may hang for ever."""
-    # Not one of the shared threads. An export that hangs would keep one of those for ever, and enough of them would
-    # stop all saves.
-    threads, stop = Threads("sidestream-export", 1), Stop()
+async def read_in_thread(snapshot: R, read: Callable[[R, Stop], Any]) -> Any:
+    """Read the snapshot with ``read``, in a thread that no other work uses, because a sink may hang for ever."""
+    # Not one of the shared threads. A sink that hangs would keep one of those for ever, and enough of them would stop
+    # all saves.
+    threads, stop = Threads("sidestream-sink", 1), Stop()
     try:
-        return await threads.run(_read, sink, snapshot, save, stop, stop=stop)
+        return await threads.run(_read, snapshot, read, stop, stop=stop)
     finally:
         threads.close()
 
@@ -242,6 +355,20 @@ def exports_in(export: Export | Sequence[Export] | None) -> tuple[Export, ...]:
         if not callable(getattr(one, "sink", None)):
             raise InvalidOptionError(f"export={one!r} has to be a sidestream.HF, or a list of them")
     return found
+
+
+def publication(
+    publish: Publishes | None,
+    step: int | None,
+    metadata: Mapping[str, Any] | None,
+    context: SinkContext = _no_context,
+) -> tuple[PendingVersion, ...]:
+    """Return the version that ``publish=`` asks for, if any. Raises what is wrong with it."""
+    if publish is None:
+        return ()
+    if not callable(getattr(publish, "sink", None)):
+        raise InvalidOptionError(f"publish={publish!r} has to be a sidestream.Publisher, or its version()")
+    return (PendingVersion(publish.sink(step, metadata), context),)
 
 
 def sinks_of(exports: Sequence[Export], target: str, *, step: int | None, durability: Durability) -> list[Sink]:
@@ -257,19 +384,19 @@ def sinks_of(exports: Sequence[Export], target: str, *, step: int | None, durabi
     return sinks
 
 
-async def all_ended(exports: Sequence[PendingExport]) -> None:
-    """Wait until ``exports`` have ended. Never raises their errors."""
-    for export in exports:
-        await export.ended()
+async def all_ended(outcomes: Sequence[PendingOutcome]) -> None:
+    """Wait until ``outcomes`` have ended. Never raises their errors."""
+    for one in outcomes:
+        await one.ended()
 
 
-def _read(sink: Sink, snapshot: SnapshotReader[Any], save: Save, stop: Stop) -> Any:
+def _read(snapshot: R, read: Callable[[R, Stop], Any], stop: Stop) -> Any:
     try:
-        return sink.read(snapshot, save, stop)
+        return read(snapshot, stop)
     except Exception as error:
-        raise clean(error, "the thread of an export") from None  # its frames refer to staged memory
+        raise clean(error, "the thread of a sink") from None  # its frames refer to staged memory
     except BaseException as error:  # SystemExit in this thread must not end the program
-        ended = f"an export was ended by {type(error).__name__}: {error}"
+        ended = f"a sink was ended by {type(error).__name__}: {error}"
     finally:
         snapshot.close()
     raise RuntimeError(ended)  # outside of the except clause: the context of the error would keep the frames

@@ -165,15 +165,14 @@ class LiveWriter:
         signalled to stop; the copies then keep their memory until they end.
         """
         self.cancel()
-        copied = self._staging.copied
         stopped = self._stop.is_set()
-        await _ended(copied, _GRACE_S if stopped else max(self._save.deadline.remaining_s(), _GRACE_S))
+        await copies_ended(self._staging, _GRACE_S if stopped else max(self._save.deadline.remaining_s(), _GRACE_S))
         own = self._own
         if own and not (self._ended_well() and give_back(own, self._budget_bytes, shared=self._shared)):
             # There are three cases for a stager that was borrowed. Everything has ended well: it is kept for the next
             # save, if there is room. Something failed, and the copies have ended: it is closed. A device hangs: it is
             # closed without a further wait, and the memory stays mapped until the device responds.
-            hangs = not copied.done()
+            hangs = not self._staging.copied.done()
             with suppress(DeadlineExceededError):  # a device hangs; the save itself reports its outcome
                 await own.aclose_by(Deadline.after(0.0 if hangs else _GRACE_S))
 
@@ -258,7 +257,8 @@ def write_files(save: Save, files: Iterable[tuple[str, Body]], stop: Stop) -> No
         worker.write(transaction, files, stop=stop, fall_back=save.fall_back, url=save.location.url)
 
 
-async def _ended(copied: Future[Any], patience_s: float) -> None:
-    ended = asyncio.wrap_future(copied)
+async def copies_ended(staging: Staging[Any], patience_s: float) -> None:
+    """Wait until no copy of the stage reads a source or writes into memory, or until ``patience_s`` have passed."""
+    ended = asyncio.wrap_future(staging.copied)
     ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # the save itself raises it
     await asyncio.wait([ended], timeout=patience_s)

@@ -343,7 +343,7 @@ class Arena:
                 segment = _Segment(_map(wanted, self._backing), wanted, [(0, wanted)])
                 if self._pinner is not None:
                     place(segment.memory, self._pinner[1])
-                whole = _touch_range(address_of(segment.memory), wanted, busy)
+                whole = touch(address_of(segment.memory), wanted, busy)
                 self._add(segment)
                 if not whole:  # the first copies into it fault the rest in
                     return False
@@ -736,12 +736,12 @@ def _map_memfd(nbytes: int) -> MappedMemory:
 def _touch(base: int, nbytes: int) -> None:
     """Fault all pages in, without the GIL. Large memory is divided among a few threads."""
     if nbytes <= 2 * _STEP_BYTES:  # a second thread would save some milliseconds and use twice the processor time
-        _touch_range(base, nbytes)
+        touch(base, nbytes)
         return
     share = -(-nbytes // max(1, min(4, (os.cpu_count() or 1) // 2)))  # the program needs the other cores
     share = -(-share // PAGE_BYTES) * PAGE_BYTES
     threads = [
-        threading.Thread(target=_touch_range, args=(base + start, min(share, nbytes - start)), daemon=True)
+        threading.Thread(target=touch, args=(base + start, min(share, nbytes - start)), daemon=True)
         for start in range(0, nbytes, share)
     ]
     started = []
@@ -756,7 +756,7 @@ def _touch(base: int, nbytes: int) -> None:
             thread.join()
 
 
-def _touch_range(address: int, nbytes: int, busy: Callable[[], bool] | None = None) -> bool:
+def touch(address: int, nbytes: int, busy: Callable[[], bool] | None = None) -> bool:
     """Fault pages in. Returns False if ``busy()`` became true first. With ``busy``, pauses between pieces.
 
     ``MADV_POPULATE_WRITE`` (from Linux 5.14) takes half of the time of ``memset``, or a fifth with huge pages."""

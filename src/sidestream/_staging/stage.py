@@ -321,6 +321,33 @@ class SnapshotReader(Generic[P]):
         self._staging.release_for(self._number)
 
 
+class FirstReader(Generic[P]):
+    """The first and only reader of a stage that is not saved, with the methods of a ``SnapshotReader``. Each window is
+    released when it has been read, so that a state larger than the budget passes through."""
+
+    def __init__(self, staging: Staging[P]) -> None:
+        self._staging = staging
+
+    def plan(self, stop: Stop) -> P:
+        """Block until the stage has a plan, and return the plan. Raises what ``SnapshotReader.plan`` raises."""
+        return result_of(self._staging.planned, stop, "planning")
+
+    @contextmanager
+    def window(self, index: int, stop: Stop) -> Iterator[memoryview]:
+        """Block until a window has been staged, and return its memory for the duration of the context."""
+        image = self._staging.images[index]
+        view = image.wait(image.nbytes, stop=stop)
+        try:
+            yield view.toreadonly()
+        finally:
+            del view
+            image.release()
+
+    def close(self) -> None:
+        """Stop the stage, and release the windows that have not been read. Idempotent."""
+        self._staging.release()
+
+
 def _lost(error: ClosedError, stop: Stop) -> ClosedError | SnapshotLostError:
     """Return the error to raise for ``error``: itself if ``stop`` is set, otherwise ``SnapshotLostError``, because the
     save has stopped the copies."""

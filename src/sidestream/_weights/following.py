@@ -1,71 +1,44 @@
-"""``Follower``: a task that fetches each newest step of a run, and puts it into a ``Live``."""
+"""``Follower``: a task that fetches each newest version of a source, and puts it into a ``Live``."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType, TracebackType
-from typing import Any, TypeAlias
+from types import TracebackType
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from .._engine.calls import in_operation
-from .._load.open.steps import Step
-from .._run.restore import StepSelector, choose, newest
-from .._run.run import Run
-from .._run.steps import changed_among, list_generations
-from .._run.watch import Pauses
 from .._runtime.public import Displayed, Table, public
 from .._runtime.tasks import create_owned_task, running_loop, wait_out
-from .._runtime.threads import Stop, current_deadline, io_threads
-from .._staging.arena import Arena
+from .._runtime.threads import io_threads
 from ..errors import (
     CheckpointNotFoundError,
     ClosedError,
-    CorruptCheckpointError,
     DeadlineExceededError,
     IncompleteCheckpointError,
-    InvalidOptionError,
-    KeyCollisionError,
     RefusedVersionError,
     SidestreamError,
     SkippedError,
     StateMismatchError,
-    UnsafeObjectError,
-    UnsupportedCheckpointError,
-    UnsupportedTensorError,
     without_frames,
 )
 from ..events import VersionPassedOver, VersionServed, emit
-from ..options import LoadOptions, Names, check_bool, check_names, check_seconds
+from ..options import check_seconds
 from .live import Live
-from .matching import dtypes_of, match
 from .shells import Shell
 
 _log = logging.getLogger("sidestream")
 
-_NEWEST = StepSelector()
 _GONE_S = 0.05
-"""The pause after a step was deleted before it could be fetched."""
-
-_OF_THE_STEP = (
-    CorruptCheckpointError,
-    InvalidOptionError,
-    KeyCollisionError,
-    RefusedVersionError,
-    StateMismatchError,
-    UnsafeObjectError,
-    UnsupportedCheckpointError,
-    UnsupportedTensorError,
-)
-"""Errors that a step has whenever it is fetched. All others are those of an attempt, which is made again."""
+"""The pause after a version was deleted before it could be fetched."""
 
 
 @public
@@ -74,20 +47,63 @@ class Candidate:
     """A version that was fetched and verified, and is not served yet.
 
     Attributes:
-        stamp: Its stamp: the name of the step.
-        step: The number of the step.
-        generation: The generation of the step.
-        save_id: The id of the save that wrote it. Empty if another writer did.
-        metadata: The ``metadata=`` of the save.
+        stamp: Its stamp: the name of the step, or epoch and version of what a ``Publisher`` has published.
+        version: Its number: that of the step, or the ``version=`` of the publisher.
+        save_id: The id of the save that wrote it. Empty if there is none.
+        metadata: The ``metadata=`` of the save or of the version.
         tensors: The weights by the names of the state dict, in host memory. Do not change them.
     """
 
     stamp: str
-    step: int
-    generation: int
+    version: int
     save_id: str
     metadata: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class NotServed:
+    """A version that cannot be served, and why."""
+
+    stamp: str
+    error: SidestreamError
+
+
+class Source(Protocol):
+    """Where a ``Follower`` gets versions from. ``pass_over`` and ``served`` are about what ``fetch`` has returned last.
+    All coroutines are parts of operations."""
+
+    url: str
+    passed_over: dict[str, SidestreamError]
+    """The versions above the one that is served, which are not served, by stamp."""
+    checked: float | None
+    """When the source was last looked at without an error, by ``time.monotonic()``."""
+
+    @property
+    def problem(self) -> BaseException | None:
+        """What is wrong with the source, although it was looked at."""
+
+    async def look(self) -> bool:
+        """Return whether there is a version to take up."""
+
+    async def wait(self) -> None:
+        """Wait until ``look`` may find something new."""
+
+    async def fetch(self) -> Candidate | NotServed | None:
+        """Return the newest version. None: there is nothing to take up any more. Raises what another try may not
+        raise."""
+
+    async def pass_over(self, error: SidestreamError) -> None:
+        """Note that the version is not served."""
+
+    async def served(self, candidate: Candidate) -> None:
+        """Note that the version is served."""
+
+    def accept_lower(self) -> None:
+        """Do ``Follower.accept_lower``."""
+
+    def close(self) -> None:
+        """Free the memory that is not served any more."""
 
 
 Hook: TypeAlias = Callable[[Candidate], object] | None
@@ -103,10 +119,11 @@ class FollowerHealth(Displayed):
         stamp: The stamp of the version that it has put in place last; None before the first.
         save_id: The id of the save that wrote it.
         served_s: The seconds since then, or since the follower was entered.
-        checked_s: The seconds since it has last looked at the run without an error; None before the first time.
-        problem: The error of its last attempt, which it makes again, or of ``after_swap``. None if there was none.
-        passed_over: The steps above it that are not served, and why, by stamp. A newer step that is served ends that.
-        waiting: Whether a newer step waits for readings of old versions (``Live.health().oldest_reading``).
+        checked_s: The seconds since it last looked at the run, or heard of the publisher; None before the first time.
+        problem: The error of its last attempt, which it makes again, or of ``after_swap``, or that the publisher is
+            gone. None if there is none.
+        passed_over: The versions above it that are not served, and why, by stamp. A newer one that is served ends that.
+        waiting: Whether a newer version waits for readings of old versions (``Live.health().oldest_reading``).
     """
 
     stamp: str | None
@@ -123,7 +140,7 @@ class FollowerHealth(Displayed):
         return self.stamp is not None and not (self.problem or self.passed_over or self.waiting)
 
     def _summary(self) -> str:
-        return f"{'ok' if self.ok else 'not ok'}: {self.stamp or 'no step yet'} for {self.served_s:.0f} s"
+        return f"{'ok' if self.ok else 'not ok'}: {self.stamp or 'no version yet'} for {self.served_s:.0f} s"
 
     def _table(self) -> Table:
         rows = [["problem", self.problem]] if self.problem else []
@@ -134,51 +151,30 @@ class FollowerHealth(Displayed):
 
 @public
 class Follower:
-    """A task that puts the newest good step of a run into a ``Live``, and each newer one after it.
+    """A task that puts the newest good version of a run, or of a channel, into a ``Live``, and each newer one after it.
 
-    ``Checkpointer.following`` returns it. The task runs inside of its ``async with`` block. It ends with the block, and
-    what is served then stays.
+    ``Checkpointer.following`` and ``Subscriber.following`` return it. The task runs inside of its ``async with`` block.
+    It ends with the block, and what is served then stays.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        options: LoadOptions,
-        live: Live,
-        *,
-        names: Names | None,
-        hooks: tuple[Hook, Hook, Hook],
-        mapped: bool,
-        poll_s: float,
-    ) -> None:
-        if not isinstance(live, Live):
-            raise InvalidOptionError(f"live={live!r} has to be a sidestream.Live")
-        check_names(names)
-        check_bool("mapped", mapped)
-        self._run, self._options, self._live = run, options, live
-        self._names, self._mapped = names, mapped
+    def __init__(self, source: Source, live: Live, hooks: tuple[Hook, Hook, Hook]) -> None:
+        self._source, self._live = source, live
         self._accept, self._before, self._after_swap = hooks
-        self._pauses = Pauses(run.store, poll_s)
-        self._memory = Arena(sys.maxsize)
         self._task: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
-        """Set when a step is served, or when none of the steps that are there fits."""
-        self._served: Step | None = None
-        self._save_id = ""
+        """Set when a version is served, or when none of those that are there fits."""
+        self._served: Candidate | None = None
+        """Without its tensors."""
         self._since = time.monotonic()
-        self._checked: float | None = None
-        self._left_out: dict[str, Step] = {}
-        """Steps above the one that is served, which are not served: damaged, refused, or above ``accept_lower``."""
-        self._passed_over: dict[str, SidestreamError] = {}
         self._problem: BaseException | None = None
         self._late: BaseException | None = None
         """What ``after_swap`` raised for the version that is served."""
-        self._waiting = self._lower = self._goes_back = False
+        self._waiting = False
 
     # --- what a program calls ---
 
     async def ready(self, *, timeout_s: float | None = None) -> None:
-        """Wait until the first step is served.
+        """Wait until the first version is served.
 
         A cancel has no effect on the follower.
 
@@ -186,13 +182,13 @@ class Follower:
             timeout_s: The limit, in seconds. None: none.
 
         Raises:
-            StateMismatchError: The steps that are there do not fit: names are missing, or shapes differ. The follower
-                continues all the same.
-            DeadlineExceededError: No good step was committed in time. The message says which were passed over.
+            StateMismatchError: The versions that are there do not fit: names are missing, or shapes differ. The
+                follower continues all the same.
+            DeadlineExceededError: There was no good version in time. The message says which were passed over.
             ClosedError: The follower was not entered, or has ended.
         """
         if self._task is None:
-            raise ClosedError("enter the follower first: async with checkpoints.following(live) as follower")
+            raise ClosedError("enter the follower first: async with ....following(live) as follower")
         if timeout_s is not None:
             check_seconds("timeout_s", timeout_s)
         with suppress(TimeoutError):
@@ -202,51 +198,53 @@ class Follower:
                     if self._served is not None:
                         return
                     self._raise_what_settles()
-                    self._settled.clear()  # the steps that did not fit are gone
+                    self._settled.clear()  # the versions that did not fit are gone
         if self._served is not None:
             return
-        known = {**self._reasons(), **({"the last attempt": str(self._problem)} if self._problem else {})}
-        why = "; ".join(f"{name}: {reason}" for name, reason in known.items()) or "the run has no step"
-        raise DeadlineExceededError(f"no step of {self._run.url} could be served within {timeout_s} s: {why}")
+        problem = self._problem or self._source.problem
+        known = {**self._reasons(), **({"the last attempt": str(problem)} if problem else {})}
+        why = "; ".join(f"{name}: {reason}" for name, reason in known.items()) or "there is none yet"
+        raise DeadlineExceededError(f"no version of {self._source.url} could be served within {timeout_s} s: {why}")
 
     def _raise_what_settles(self) -> None:
-        """Raise the reason why waiting for the first step is of no use."""
+        """Raise the reason why waiting for the first version is of no use."""
         if self._task is None or self._task.done():
-            raise ClosedError(f"the follower of {self._run.url} has ended: {self._problem}") from self._problem
-        for error in list(self._passed_over.values()):
-            if isinstance(error, StateMismatchError):
-                raise error
+            raise ClosedError(f"the follower of {self._source.url} has ended: {self._problem}") from self._problem
+        if (mismatch := self._mismatch()) is not None:
+            raise mismatch
 
     def accept_lower(self) -> None:
         """Serve a step with a lower number, if it was saved later than the one that is served: a trainer went back.
 
         The steps above it that are there now are left out from then on. If no such step is there yet, the first one
-        that is committed counts. Without this call a lower step is served when those above it are deleted.
+        that is committed counts. Without this call a lower step is served when those above it are deleted. The
+        ``rollback`` of a channel needs no such call.
         """
-        self._lower = True
+        self._source.accept_lower()
 
     def health(self) -> FollowerHealth:
         """Return the state: what is served, and what needs attention."""
-        now, served, problem = time.monotonic(), self._served, self._problem or self._late
+        now, served, source = time.monotonic(), self._served, self._source
+        problem = self._problem or source.problem or self._late
         return FollowerHealth(
-            stamp=None if served is None else served.name,
-            save_id=self._save_id,
+            stamp=None if served is None else served.stamp,
+            save_id="" if served is None else served.save_id,
             served_s=now - self._since,
-            checked_s=None if self._checked is None else now - self._checked,
+            checked_s=None if source.checked is None else now - source.checked,
             problem=None if problem is None else f"{type(problem).__name__}: {problem}",
             passed_over=self._reasons(),
             waiting=self._waiting,
         )
 
     def _reasons(self) -> dict[str, str]:
-        passed_over = list(self._passed_over.items())  # at once, because the operation loop changes it
+        passed_over = list(self._source.passed_over.items())  # at once, because the operation loop changes it
         return {name: f"{type(error).__name__}: {error}" for name, error in passed_over}
 
     async def __aenter__(self) -> Follower:
         running_loop("following")
         if self._task is not None:
             raise ClosedError("this follower was entered before: call following() again")
-        self._task = create_owned_task(self._follow(), f"sidestream follower of {self._run.url}")
+        self._task = create_owned_task(self._follow(), f"sidestream follower of {self._source.url}")
         return self
 
     async def __aexit__(
@@ -256,8 +254,8 @@ class Follower:
         assert task is not None
         task.cancel()
         cancelled = await wait_out(task, lambda _: task.cancel())
-        self._memory.close()
-        self._settled.set()  # a task that was cancelled before its first step has not done it
+        self._source.close()
+        self._settled.set()  # a task that was cancelled at once has not done it
         if cancelled is not None:
             raise cancelled
         if error is None and not task.cancelled() and (failure := task.exception()) is not None:
@@ -269,23 +267,25 @@ class Follower:
         try:
             while True:
                 if not await self._advance():
-                    await in_operation(self._pauses.wait, "following", ends=False)
+                    await in_operation(self._source.wait, "following", ends=False)
         except Exception as error:  # a fault: ``health()`` shows it too, and the end of the block raises it
-            _log.exception("the follower of %s has ended", self._run.url)
+            _log.exception("the follower of %s has ended", self._source.url)
             self._problem = error
             raise
         finally:
             self._settled.set()
 
     async def _advance(self) -> bool:
-        """Look at the run, and take up what is new. Return whether to look again at once."""
+        """Look at the source, and take up what is new. Return whether to look again at once."""
         try:
-            if await in_operation(self._look, "following"):
+            if await in_operation(self._source.look, "following"):
                 if self._live._next is not None:  # what the program installs waits for a copy, and comes first
                     return False
                 await self._take()
                 return True
             self._problem = None
+            if self._served is None and self._mismatch() is not None:
+                self._settled.set()
         except SkippedError:  # the program installs other weights
             return False
         except (CheckpointNotFoundError, IncompleteCheckpointError):  # deleted since it was chosen
@@ -295,47 +295,12 @@ class Follower:
             self._problem = without_frames(error)
         return False
 
-    async def _look(self) -> bool:
-        """Return whether the run has a step to take up. Part of an operation."""
-        with self._run.time_limit():
-            for changed in await changed_among(self._run.store, list(self._left_out.values())):
-                del self._left_out[changed.name]
-                self._passed_over.pop(changed.name, None)
-            if self._lower:
-                await self._exclude_higher()
-            step = await newest(self._run.store, _NEWEST, self._left_out)
-            news = step is not None and await self._is_news(step)
-        self._checked = time.monotonic()
-        mismatch = any(isinstance(error, StateMismatchError) for error in self._passed_over.values())
-        if step is None and mismatch and self._served is None:
-            self._settled_from_any_loop()
-        return news
-
-    async def _is_news(self, step: Step) -> bool:
-        """Return whether ``step``, the newest one, is to be served in place of what is served."""
-        served = self._served
-        if served is None or step.order > served.order:
-            return True
-        if step.name == served.name:
-            return step.marker != served.marker
-        return self._goes_back or await served.current(self._run.store) is None
-
-    async def _exclude_higher(self) -> None:
-        """If the step that was saved last is lower than the one that is served, leave out the steps above it, and those
-        that were not saved later than the one that is served."""
-        served = self._served
-        if served is None or served.marker is None:
-            return
-        found = [step for step in await list_generations(self._run.store, {}) if step.name not in self._left_out]
-        times = {step: step.marker.saved_at for step in (*found, served) if step.marker}
-        last = max(times, key=lambda step: (times[step], step.order))
-        if last.order < served.order:
-            others = (step for step, time in times.items() if step.order > last.order or time <= times[served])
-            self._left_out |= {step.name: step for step in others}
-            self._lower, self._goes_back = False, True
+    def _mismatch(self) -> SidestreamError | None:
+        found = list(self._source.passed_over.values())
+        return next((error for error in found if isinstance(error, StateMismatchError)), None)
 
     async def _take(self) -> None:
-        """Fetch the newest step, ask the program, and exchange the weights."""
+        """Fetch the newest version, ask the program, and exchange the weights."""
         self._waiting = True
         try:
             shell = await self._live._claim()
@@ -344,17 +309,17 @@ class Follower:
         began = time.monotonic()
         try:
             # In the task that follows, and not in an operation: a cancel between them gives the shell back here.
-            fetched = await in_operation(partial(self._fetch, shell), "following")
-            if fetched is None:
+            candidate = await in_operation(partial(self._fetch, shell), "following")
+            if candidate is None:
                 return
-            step, candidate = fetched
             try:
                 await self._ask(candidate)
                 await _call(self._before, "before_swap", candidate)
             except RefusedVersionError as error:
-                await in_operation(partial(self._pass_over, step, error), "following")
+                await in_operation(partial(self._pass_over, NotServed(candidate.stamp, error)), "following")
                 return
-            await in_operation(partial(self._serve, shell, step, candidate, began), "following")
+            await in_operation(partial(self._serve, shell, candidate, began), "following")
+            self._settled.set()
             await self._after(candidate)
         finally:
             self._live._give_back(shell)
@@ -372,64 +337,29 @@ class Follower:
         except RefusedVersionError as error:  # too late to refuse it
             self._late = without_frames(error)
 
-    async def _fetch(self, shell: Shell) -> tuple[Step, Candidate] | None:
-        """Choose the newest step, under a lease, and read it. Return None if there is nothing to take up any more. Part
-        of an operation."""
+    async def _fetch(self, shell: Shell) -> Candidate | None:
         await self._live._clear(shell)
-        run = self._run
-        with run.time_limit(self._options.timeout_s):
-            chosen = await choose(run.store, run.leases, _NEWEST, self._left_out)
-            if chosen is None:
-                return None
-            step, lease = chosen
-            try:
-                return (step, await self._read(step)) if await self._is_news(step) else None
-            except _OF_THE_STEP as error:
-                if lease is None and step.damage is None and await step.current(run.store) is None:
-                    raise CheckpointNotFoundError(f"{step.name} was deleted while it was read") from error
-                await self._pass_over(step, error)
-                return None
-            finally:
-                if lease is not None:
-                    await lease.release()
+        fetched = await self._source.fetch()
+        if isinstance(fetched, NotServed):
+            await self._pass_over(fetched)
+            return None
+        return fetched
 
-    async def _read(self, step: Step) -> Candidate:
-        if step.damage is not None:
-            raise step.damage
-        places = self._live._shells.places
-        checkpoint = await self._run.open(step.name, self._options)
-        found = await io_threads().run(match, checkpoint, places, self._names)
-        deadline, stop = current_deadline(), Stop()
-        tensors = await checkpoint.fetch(
-            dtypes_of(found, places),
-            lambda nbytes: self._memory.lease(nbytes, deadline=deadline, stop=stop).array,
-            mapped=self._mapped,
-        )
-        by_name = {name: tensors[fqn] for leader, fqn in found.items() for name in places[leader].names}
-        named = MappingProxyType(by_name)
-        return Candidate(step.name, step.step, step.generation, checkpoint.save_id, checkpoint.metadata, named)
-
-    async def _serve(self, shell: Shell, step: Step, candidate: Candidate, began: float) -> None:
-        await self._live._serve(shell, candidate.tensors, candidate.stamp, candidate.step, candidate.save_id)
-        self._served, self._save_id, self._since = step, candidate.save_id, time.monotonic()
-        self._left_out = {name: one for name, one in self._left_out.items() if one.order > step.order}
-        self._passed_over = {name: one for name, one in self._passed_over.items() if name in self._left_out}
+    async def _serve(self, shell: Shell, candidate: Candidate, began: float) -> None:
+        stamp, save_id = candidate.stamp, candidate.save_id
+        await self._live._serve(shell, candidate.tensors, stamp, candidate.version, save_id)
+        self._served, self._since = replace(candidate, tensors={}), time.monotonic()
         self._problem = self._late = None
-        self._goes_back = False
-        self._settled_from_any_loop()
+        await self._source.served(candidate)
         seconds = time.monotonic() - began
-        await io_threads().run(emit, VersionServed(self._run.url, candidate.stamp, candidate.save_id, seconds))
+        await io_threads().run(emit, VersionServed(self._source.url, stamp, save_id, seconds))
 
-    async def _pass_over(self, step: Step, error: SidestreamError) -> None:
-        self._left_out[step.name] = step
-        without_frames(error)
-        self._passed_over[step.name] = error
-        await io_threads().run(emit, VersionPassedOver(self._run.url, step.name, type(error).__name__, str(error)))
-
-    def _settled_from_any_loop(self) -> None:
-        task = self._task
-        if task is not None:
-            task.get_loop().call_soon_threadsafe(self._settled.set)
+    async def _pass_over(self, not_served: NotServed) -> None:
+        stamp, error = not_served.stamp, not_served.error
+        self._source.passed_over[stamp] = without_frames(error)
+        await self._source.pass_over(error)
+        event = VersionPassedOver(self._source.url, stamp, type(error).__name__, str(error))
+        await io_threads().run(emit, event)
 
 
 async def _call(hook: Hook, name: str, candidate: Candidate) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from .._layout.names import new_names
-from .._load.checkpoint import Checkpoint, TensorInfo
+from .._load.checkpoint import TensorInfo
 from .._runtime.threads import pause_point
 from ..errors import (
     DtypeMismatchError,
@@ -22,12 +22,15 @@ from ..options import Names
 from .shells import Place, raise_mismatch
 
 
-def match(checkpoint: Checkpoint, places: Mapping[str, Place], names: Names | None) -> dict[str, str]:
-    """Return the FQN in the checkpoint for each of ``places``, by their first names. Called in a worker thread.
+def match(
+    saved_as: Mapping[str, TensorInfo | None], where: str, places: Mapping[str, Place], names: Names | None
+) -> dict[str, str]:
+    """Return the name in ``saved_as``, the tensors at ``where``, for each of ``places``, by their first names. Called
+    in a worker thread.
 
     Raises a ``StateMismatchError`` that lists all differences, and what ``new_names`` raises."""
     try:
-        renamed = new_names(names, checkpoint, checkpoint.url)
+        renamed = new_names(names, saved_as, where)
     except SidestreamError:
         raise
     except Exception as error:
@@ -41,13 +44,13 @@ def match(checkpoint: Checkpoint, places: Mapping[str, Place], names: Names | No
         name = next((name for name in place.names if name in saved), None)
         if name is None:
             missing.append(leader)
-            problems[f"{leader}: the checkpoint does not have it"] = MissingKeysError
+            problems[f"{leader}: it is not there"] = MissingKeysError
             continue
         found[leader] = saved[name]
-        if difference := _difference(checkpoint[saved[name]], place):
+        if difference := _difference(saved_as[saved[name]], place):
             problems[f"{name}: {difference[0]}"] = difference[1]
     if problems:
-        text = f"{checkpoint.url} does not fit the weights that are served"
+        text = f"{where} does not fit the weights that are served"
         raise_mismatch(text, problems, _advice(missing, saved))
     return found
 
@@ -55,7 +58,7 @@ def match(checkpoint: Checkpoint, places: Mapping[str, Place], names: Names | No
 def _difference(info: TensorInfo | None, place: Place) -> tuple[str, type[StateMismatchError]] | None:
     if info is None or info.kind:
         what = "a plain value" if info is None else f"a tensor of the kind {info.kind}"
-        return f"it is {what} in the checkpoint", KindMismatchError
+        return f"it is {what} there", KindMismatchError
     if info.shape != place.shape:
         return f"it has shape {list(info.shape)}, and {list(place.shape)} is served", ShapeMismatchError
     floating = info.dtype.is_floating_point and place.dtype.is_floating_point

@@ -1,0 +1,120 @@
+"""What a publisher holds: versions, and channels that point at them. Used on the operation loop only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from ..errors import SkippedError, VersionNotFoundError
+from .images import SealedImage
+
+
+class Answer(NamedTuple):
+    """The answer of one subscriber to a version. ``skipped``: it has taken a later one."""
+
+    subscriber: str
+    outcome: Literal["applied", "refused", "skipped"]
+    reason: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class HeldVersion:
+    """A version that was published. ``answers`` are by the connections of the subscribers."""
+
+    epoch: int
+    version: int
+    image: SealedImage
+    save_id: str
+    metadata: Mapping[str, Any]
+    answers: dict[object, Answer] = field(default_factory=dict)
+
+    @property
+    def stamp(self) -> str:
+        return f"e{self.epoch}.v{self.version}"
+
+
+class Channels:
+    """The held versions, the highest ``keep`` and those that channels point at, and the channels: for each the versions
+    that it has pointed at, the present one last. ``drop`` is called with each version that is not held any more.
+
+    ``revision`` counts the changes of all channels. Only ``promote`` and ``roll_back`` lower a channel."""
+
+    def __init__(self, keep: int, drop: Callable[[HeldVersion], object]) -> None:
+        self._keep = keep
+        self._drop = drop
+        self.held: dict[int, HeldVersion] = {}
+        self.pointers: dict[str, list[int]] = {}
+        self.revision = 0
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def target(self, channel: str) -> HeldVersion | None:
+        """Return what a channel points at; None if nothing was published to it."""
+        pointers = self.pointers.get(channel)
+        return self.held[pointers[-1]] if pointers else None
+
+    def publish(self, one: HeldVersion, channel: str | None) -> None:
+        """Hold a version, and point the channel at it. Raises ``SkippedError`` if a later one was published before."""
+        latest = max(self.held, default=-1)
+        if one.version <= latest:
+            raise SkippedError(f"{one.stamp} was not published: version {latest} was published before it was complete")
+        self.held[one.version] = one
+        if channel is not None:
+            self._point(channel, one.version)
+        self._drop_unneeded()
+
+    def promote(self, channel: str, version: int) -> None:
+        """Point a channel at a held version. Raises ``VersionNotFoundError``."""
+        if version not in self.held:
+            raise VersionNotFoundError(
+                f"version {version} is not held: {sorted(self.held) or 'none'} are; the newest keep={self._keep} and "
+                "those that channels point at stay"
+            )
+        self._point(channel, version)
+        self._drop_unneeded()
+
+    def roll_back(self, channel: str) -> HeldVersion:
+        """Point a channel at what it pointed at before, and return that. Raises ``VersionNotFoundError``."""
+        pointers = self.pointers.get(channel, [])
+        before = [version for version in pointers[:-1] if version in self.held and version != pointers[-1]]
+        if not before:
+            raise VersionNotFoundError(
+                f"nothing that {channel!r} pointed at before is held any more: publish to it, or raise keep="
+            )
+        del pointers[pointers.index(before[-1]) + 1 :]
+        self.revision += 1
+        self._drop_unneeded()
+        return self.held[before[-1]]
+
+    def answer(self, held: HeldVersion, connection: object, answer: Answer) -> None:
+        """Note an answer. A subscriber that serves a version does not skip it later."""
+        if answer.outcome != "skipped" or connection not in held.answers:
+            held.answers[connection] = answer
+            self.wake()
+
+    async def answered(self) -> None:
+        """Wait for a further answer to any version, or for ``wake()``."""
+        answered = asyncio.get_running_loop().create_future()
+        self._waiting.append(answered)
+        await answered
+
+    def wake(self) -> None:
+        """End all waits for answers."""
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            if not one.done():
+                one.set_result(None)
+
+    def _point(self, channel: str, version: int) -> None:
+        pointers = self.pointers.setdefault(channel, [])
+        if pointers[-1:] != [version]:
+            pointers.append(version)
+            self.revision += 1
+
+    def _drop_unneeded(self) -> None:
+        needed = {*sorted(self.held)[-self._keep :], *(pointers[-1] for pointers in self.pointers.values())}
+        for version in self.held.keys() - needed:
+            self._drop(self.held.pop(version))
+        for pointers in self.pointers.values():
+            pointers[:] = [version for version in pointers if version in self.held]

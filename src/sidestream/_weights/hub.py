@@ -1,0 +1,137 @@
+"""``Hub``: the subscribers of a publisher, on the operation loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from .._runtime.descriptors import close_in_children
+from .._runtime.tasks import create_owned_task
+from ..errors import CorruptCheckpointError, printable
+from .channels import Answer, Channels, HeldVersion
+from .home import check_peer
+from .links import Link, LinkMessage, LinkMessageKind
+
+_MOST_NAME = 200
+_log = logging.getLogger("sidestream")
+
+
+@dataclass(eq=False, slots=True)
+class Subscription:
+    """One connection. ``ready``: the subscriber has received what was sent before, so that of a slow one the newest
+    version alone waits. ``sent`` is the version that was sent last, and the revision of the channels at that time."""
+
+    link: Link
+    name: str = ""
+    channel: str = ""
+    sent: tuple[HeldVersion, int] | None = None
+    last: Answer | None = None
+    last_stamp: str = ""
+    since: float = field(default_factory=time.monotonic)
+    ready: bool = True
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Hub:
+    """Accepts subscribers, sends what their channels point at, and notes their answers."""
+
+    def __init__(self, channels: Channels, listener: socket.socket) -> None:
+        self._channels = channels
+        self._listener = listener
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.subscriptions: list[Subscription] = []
+        self._start(self._accept(), "accept")
+
+    def announce(self) -> None:
+        """Send what channels point at now to their subscribers."""
+        for one in self.subscriptions:
+            one.changed.set()
+
+    async def close(self) -> None:
+        """End all connections."""
+        self._listener.close()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start(self, work: object, name: str) -> None:
+        task = create_owned_task(work, f"sidestream publisher: {name}")  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                _log.warning("a subscriber could not be accepted: %s", error)
+                await asyncio.sleep(0.1)  # no descriptors are left, for example
+                continue
+            close_in_children(sock)
+            sock.setblocking(False)
+            self._start(self._serve(Subscription(Link(sock)), sock), "subscriber")
+
+    async def _serve(self, one: Subscription, sock: socket.socket) -> None:
+        sending: asyncio.Task[None] | None = None
+        try:
+            check_peer(sock)
+            hello = await one.link.receive()
+            if hello is None or hello.kind is not LinkMessageKind.HELLO:
+                return
+            one.name, one.channel = printable(str(hello.content["name"]))[:_MOST_NAME], str(hello.content["channel"])
+            self.subscriptions.append(one)
+            one.changed.set()
+            sending = create_owned_task(self._send(one), "sidestream publisher: sending")
+            while (message := await one.link.receive()) is not None:
+                self._take(one, message)
+        except (OSError, CorruptCheckpointError, LookupError) as error:
+            _log.info("a subscriber %s was disconnected: %s", one.name, error)
+        finally:
+            if sending is not None:
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
+            if one in self.subscriptions:
+                self.subscriptions.remove(one)
+            one.link.close()
+
+    async def _send(self, one: Subscription) -> None:
+        with suppress(OSError):  # the receiving side notices it, too
+            while True:
+                await one.changed.wait()
+                one.changed.clear()
+                target, revision = self._channels.target(one.channel), self._channels.revision
+                if not one.ready or target is None or (one.sent is not None and one.sent[0] is target):
+                    continue
+                one.sent, one.ready = (target, revision), False
+                content = {
+                    "epoch": target.epoch,
+                    "version": target.version,
+                    "revision": revision,
+                    "nbytes": target.image.nbytes,
+                    "save_id": target.save_id,
+                    "metadata": target.metadata,
+                }
+                image = (target.image.memory, target.image.sums)
+                await one.link.send(LinkMessage(LinkMessageKind.VERSION, content, image))
+
+    def _take(self, one: Subscription, message: LinkMessage) -> None:
+        if message.kind is LinkMessageKind.RECEIVED:
+            one.ready = True
+            one.changed.set()
+            return
+        version = message.content["version"]
+        reason = printable(str(message.content.get("reason", "")))
+        applied = message.kind is LinkMessageKind.APPLIED
+        one.last = Answer(one.name, "applied" if applied else "refused", reason)
+        one.last_stamp = str(message.content["stamp"])
+        for held in self._channels.held.values():
+            if held.stamp == one.last_stamp:
+                self._channels.answer(held, one, one.last)
+            elif applied and held.version < version:
+                self._channels.answer(held, one, Answer(one.name, "skipped"))

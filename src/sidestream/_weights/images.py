@@ -1,0 +1,248 @@
+"""Images: versions of weights in memory, each a safetensors file in a memfd of its own.
+
+An image is written through a shared map. Complete, it is unmapped and sealed, and from then on no process can change
+it, the one that wrote it included. So readers need no copy and no checksum. The memory is never used for another
+version: the kernel frees it when the last descriptor and the last map are gone.
+
+A seal against writes fails as long as any process has a writable map. So forked children do not inherit these maps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import time
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from .._convert.streamed import Piece
+from .._convert.targets import OutTensor, safetensors_layout
+from .._foreign.safetensors import header_bytes, parse_header
+from .._format.checksum import crc32
+from .._format.records import BLOCK_BYTES
+from .._format.safetensors import PREFIX_BYTES
+from .._runtime.descriptors import Descriptor, no_fork
+from .._runtime.memory_maps import MemoryMap, address_of, advise, pieces, populate_read
+from .._runtime.threads import Stop, pause_point
+from .._runtime.torch_probes import dtype_from_name
+from .._staging.arena import touch
+from .._staging.host import move
+from ..errors import ArenaExhaustedError, CorruptCheckpointError, UnsupportedError
+
+_SEALS = ("F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE")
+_BUSY_S = 10.0
+"""How long a seal is tried again, because another process still has the writable map: one that was forked and has not
+begun another program yet."""
+
+
+class ImageLayout(NamedTuple):
+    """The layout of an image: its header, and where each tensor begins."""
+
+    header: bytes
+    starts: Mapping[str, int]
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[OutTensor], aliases: Mapping[str, str]) -> ImageLayout:
+        """Lay out ``tensors``, with the further names in ``aliases``. Raises ``UnsupportedTensorError``."""
+        (file,), _ = safetensors_layout(tensors, "image", None, aliases)
+        ends = list(accumulate((one.nbytes for one in file.tensors), initial=len(file.header)))
+        return cls(file.header, {one.fqn: start for one, start in zip(file.tensors, ends, strict=False)}, ends[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class SealedImage:
+    """A complete image that nobody can change, and the CRC-32 of each of its blocks of 1 MiB (``uint32``)."""
+
+    memory: Descriptor
+    sums: Descriptor
+    nbytes: int
+
+    def close(self) -> None:
+        """Close the descriptors. Processes that have mapped the image keep it."""
+        self.memory.close()
+        self.sums.close()
+
+
+class ImageMemory:
+    """The memory of an image that is not complete, mapped for writing."""
+
+    def __init__(self, nbytes: int) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise UnsupportedError("publishing weights from memory needs Linux; let servers follow a run")
+        self.nbytes = nbytes
+        try:
+            with no_fork():  # a child would have the map, and the image could not be sealed
+                self.descriptor = Descriptor(os.memfd_create("sidestream", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+                os.ftruncate(self.descriptor.fileno(), nbytes)
+                self._map = mmap.mmap(self.descriptor.fileno(), nbytes)
+                self.address = address_of(self._map)
+                advise(self.address, nbytes, getattr(mmap, "MADV_DONTFORK", -1))
+        except OSError as error:
+            raise ArenaExhaustedError(f"the system did not grant {nbytes} bytes for a version: {error}") from error
+        advise(self.address, nbytes, getattr(mmap, "MADV_HUGEPAGE", -1))
+
+    def touch(self, stop: Stop) -> None:
+        """Fault all pages in, slowly, so that the program is not held up. Fresh pages cost ten times the copy."""
+        touch(self.address, self.nbytes, busy=stop.is_set)
+
+    def fill(self, layout: ImageLayout, parts: Iterable[Piece], stop: Stop) -> array[int]:
+        """Copy the header and all pieces to their places. Returns the checksums of the blocks. Blocks."""
+        sums = _Sums(self.address, layout.nbytes)
+        ctypes.memmove(self.address, layout.header, len(layout.header))
+        sums.wrote(0, len(layout.header))
+        ends = dict(layout.starts)
+        for part in parts:
+            stop.check()
+            start, nbytes = ends[part.name], part.elements.numel() * part.dtype.itemsize
+            if part.elements.dtype == part.dtype:
+                move(part.elements.data_ptr(), self.address + start, nbytes)
+            elif nbytes:
+                count = part.elements.numel()
+                torch.frombuffer(self._map, dtype=part.dtype, count=count, offset=start).copy_(part.elements)
+            ends[part.name] = start + nbytes
+            sums.wrote(start, nbytes)
+            del part  # the window that it refers to can be released
+            pause_point()
+        return sums.crcs
+
+    def targets(self, layout: ImageLayout, tensors: Iterable[OutTensor]) -> dict[str, torch.Tensor]:
+        """Return tensors over the places, for reads from a checkpoint. They must be gone before ``complete``."""
+        return {
+            one.fqn: _view(self._map, dtype_from_name(one.dtype), layout.starts[one.fqn], one.shape, one.nbytes)
+            for one in tensors
+        }
+
+    def complete(self, layout: ImageLayout) -> SealedImage:
+        """Seal an image whose tensors are in their places. Blocks."""
+        ctypes.memmove(self.address, layout.header, len(layout.header))
+        sums = _Sums(self.address, layout.nbytes)
+        sums.wrote(0, layout.nbytes)
+        return self.seal(sums.crcs)
+
+    def seal(self, sums: array[int]) -> SealedImage:
+        """Unmap the memory and seal it, together with the checksums. Blocks."""
+        self._unmap()
+        _seal(self.descriptor)
+        beside = Descriptor(os.memfd_create("sidestream sums", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        content = memoryview(sums).cast("B")
+        while content:
+            content = content[os.write(beside.fileno(), content) :]
+        _seal(beside)
+        return SealedImage(self.descriptor, beside, self.nbytes)
+
+    def discard(self) -> None:
+        """Free the memory."""
+        self._unmap()
+        self.descriptor.close()
+
+    def _unmap(self) -> None:
+        # Page by page first: unmapping a gigabyte at once holds up all threads that map memory, for some 25 ms.
+        for start, nbytes in pieces(self.nbytes):
+            advise(self.address + start, nbytes, mmap.MADV_DONTNEED)  # the pages stay in the memfd
+        with suppress(BufferError):  # an error refers to a tensor over it, and then the image is not sealed
+            self._map.close()
+
+
+class _Sums:
+    """The checksums of blocks, each computed when its last byte has been written."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self._address, self._nbytes = address, nbytes
+        self._left = [min(BLOCK_BYTES, nbytes - start) for start in range(0, nbytes, BLOCK_BYTES)]
+        self.crcs = array("I", bytes(4 * len(self._left)))
+
+    def wrote(self, start: int, nbytes: int) -> None:
+        end = start + nbytes
+        while start < end:
+            number = start // BLOCK_BYTES
+            size = min(end, (number + 1) * BLOCK_BYTES) - start
+            self._left[number] -= size
+            start += size
+            if not self._left[number]:
+                begin = number * BLOCK_BYTES
+                block = (ctypes.c_char * min(BLOCK_BYTES, self._nbytes - begin)).from_address(self._address + begin)
+                self.crcs[number] = crc32(memoryview(block).cast("B"))
+
+
+def _seal(descriptor: Descriptor) -> None:
+    seals = 0
+    for name in _SEALS:
+        seals |= getattr(fcntl, name)
+    limit = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            fcntl.fcntl(descriptor.fileno(), fcntl.F_ADD_SEALS, seals)
+            return
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > limit:
+                raise ArenaExhaustedError(
+                    f"a version could not be sealed: {error}; another process has its memory mapped"
+                ) from error
+        time.sleep(0.01)
+
+
+# --- the side of the reader ---
+
+
+class MappedImage:
+    """A sealed image, mapped privately: what a program writes into a tensor stays in its process.
+
+    ``tensors`` are views of the map, by name. Pages are read when they are touched."""
+
+    def __init__(self, memory: Descriptor, sums: Descriptor, nbytes: int) -> None:
+        for descriptor in (memory, sums):
+            missing = [name for name in _SEALS if not _seals_of(descriptor) & getattr(fcntl, name)]
+            if missing:
+                raise CorruptCheckpointError(f"a version whose memory lacks {', '.join(missing)}: it may still change")
+        if os.fstat(memory.fileno()).st_size != nbytes or nbytes < PREFIX_BYTES:
+            raise CorruptCheckpointError(f"a version has not the {nbytes} bytes that were announced")
+        self.nbytes = nbytes
+        self._sums = array("I", os.pread(sums.fileno(), os.fstat(sums.fileno()).st_size, 0))
+        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+        self._map = MemoryMap(memory.fileno(), nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self.tensors = dict(_views(self._map, nbytes))
+
+    def make_present(self) -> None:
+        """Read all pages, without the GIL, so that no request waits for them."""
+        address = address_of(self._map)
+        for start, nbytes in pieces(self.nbytes):
+            if populate_read(address + start, nbytes):
+                return  # a system without this call: requests touch the pages
+
+    def verify(self) -> None:
+        """Compare all blocks with their checksums. Raises ``CorruptCheckpointError``."""
+        view = memoryview(self._map)
+        for number, expected in enumerate(self._sums):
+            pause_point()
+            if crc32(view[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]) != expected:
+                raise CorruptCheckpointError(f"block {number} of a version differs from its checksum")
+
+
+def _seals_of(descriptor: Descriptor) -> int:
+    try:
+        return int(fcntl.fcntl(descriptor.fileno(), fcntl.F_GET_SEALS))
+    except OSError:  # not a memfd
+        return 0
+
+
+def _views(memory: MemoryMap, nbytes: int) -> Iterable[tuple[str, torch.Tensor]]:
+    start = PREFIX_BYTES + header_bytes(memory[:PREFIX_BYTES], nbytes - PREFIX_BYTES, "a version")
+    for name, one in parse_header(memory[PREFIX_BYTES:start], start, nbytes, "a version").items():
+        pause_point()
+        yield name, _view(memory, dtype_from_name(one.dtype), one.start, one.sizes, one.nbytes)
+
+
+def _view(memory: mmap.mmap, dtype: torch.dtype, start: int, shape: Sequence[int], nbytes: int) -> torch.Tensor:
+    if not nbytes:
+        return torch.empty(*shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=start).view(*shape)
