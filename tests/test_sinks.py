@@ -56,6 +56,8 @@ class Collecting:
     before: Callable[[int], None] = lambda window: None
     read_from: str = ""
     url: str = "memory of the test"
+    together: bool = True
+    replaces: bool = True
 
     async def prepare(self, save: Any) -> None:
         """Nothing else is needed."""
@@ -71,9 +73,6 @@ class Collecting:
     async def undo(self, error: BaseException) -> None:
         """Nothing has been written."""
 
-    def leave(self, *, stuck: bool) -> None:
-        """Nothing has been written."""
-
     async def read_checkpoint(self, save: Any, ranks: Any) -> dict[str, Any]:
         self.read_from = "checkpoint"
         return await (await open_checkpoint(save.location.url)).state_dict()
@@ -83,6 +82,7 @@ class Null:
     """Reads nothing."""
 
     url = "nowhere"
+    together = replaces = True
 
     async def prepare(self, save: Any) -> None:
         """Nothing else is needed."""
@@ -96,9 +96,6 @@ class Null:
     async def undo(self, error: BaseException) -> None:
         """Nothing has been written."""
 
-    def leave(self, *, stuck: bool) -> None:
-        """Nothing has been written."""
-
     async def read_checkpoint(self, save: Any, ranks: Any) -> str:
         return "nothing of the checkpoint"
 
@@ -110,7 +107,7 @@ def save(
     known |= {name: options.pop(name) for name in ("durability", "timeout_s", "streaming") if name in options}
     exports = tuple(PendingExport(sink) for sink in sinks)
     wanted = sidestream.SaveOptions(**known)
-    request = SaveRequest(state=state, options=wanted, stager=stager, metadata=None, exports=exports, **options)
+    request = SaveRequest(state=state, options=wanted, stager=stager, metadata=None, outcomes=exports, **options)
     work = request.launch(request.prepare(), locate_directory(target))
     pending = PendingSave(work, exports)
     return pending, pending.exports
@@ -333,9 +330,6 @@ class Keeping:
         return read
 
     async def undo(self, error: BaseException) -> None:
-        """Nothing has been written."""
-
-    def leave(self, *, stuck: bool) -> None:
         """Nothing has been written."""
 
     async def read_checkpoint(self, save: Any, ranks: Any) -> None:

@@ -54,8 +54,8 @@ async def until(condition: Callable[[], object], what: str = "it") -> None:
 async def looked(follower: sidestream.Follower, times: int = 2) -> None:
     """Wait until it has looked at the run so many times more."""
     for _ in range(times):
-        before = follower._checked
-        await until(lambda: follower._checked != before)  # noqa: B023
+        before = follower._source.checked
+        await until(lambda: follower._source.checked != before)  # noqa: B023
 
 
 def leases_in(run: Path) -> list[str]:
@@ -579,7 +579,7 @@ async def test_memory_is_used_again(tmp_path: Path) -> None:
             await until(lambda: live.stamp == f"step-{step}")  # noqa: B023
             with live.reading() as reading:
                 places.add(reading.tensors["t0"].data_ptr())
-        assert follower._memory.statistics().reserved_bytes <= 16 << 20
+        assert follower._source._memory.statistics().reserved_bytes <= 16 << 20
     assert len(places) <= 3
 
 

@@ -13,7 +13,7 @@ from .._layout.save_layout import SavePlan
 from .._runtime.memory_maps import MemoryMap
 from .._runtime.threads import Stop
 from .._runtime.torch_probes import dtype_from_name
-from .._staging import SnapshotReader, memory_behind
+from .._staging import FirstReader, SnapshotReader, memory_behind
 from ..errors import (
     allocating,
     without_frames,
@@ -32,7 +32,10 @@ class Piece(NamedTuple):
 
 
 def pieces_of(
-    snapshot: SnapshotReader[SavePlan], plan: SavePlan, by_item: Mapping[int, OutTensor], stop: Stop
+    snapshot: SnapshotReader[SavePlan] | FirstReader[SavePlan],
+    plan: SavePlan,
+    by_item: Mapping[int, OutTensor],
+    stop: Stop,
 ) -> Generator[Piece]:
     """Yield the payloads of these items, window by window."""
     dtypes = {item: dtype for _, dtype, _, item in plan.named_tensors()}

@@ -23,12 +23,13 @@ from contextvars import Context
 from functools import partial
 from typing import Any
 
+from .._runtime.descriptors import close_in_children
 from .._runtime.tasks import create_owned_task
 from .._runtime.threads import Deadline, io_threads
 from .._runtime.torch_probes import group_store
 from ..errors import InvalidOptionError, SidestreamError
 from ..options import RANK_WAIT_S, GroupChoice, check_seconds
-from .connections import Connection, GroupMessage, GroupMessageKind, close_in_children
+from .connections import Connection, GroupMessage, GroupMessageKind
 from .operation import Operation, RankGroup
 from .rank_group import OtherRank, Rank0
 

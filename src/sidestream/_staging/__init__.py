@@ -11,7 +11,7 @@ from .host import HostEngine, memory_behind, raw_start
 from .image import Columns, Copies, Copy, ImageLayout
 from .plans import PlanCache, fingerprint
 from .small import columns_of
-from .stage import SnapshotReader, Staging, clean
+from .stage import FirstReader, SnapshotReader, Staging, clean
 from .stager import AsyncStager
 from .tree import StagedState
 
@@ -25,6 +25,7 @@ __all__ = [
     "Copy",
     "CudaDriver",
     "DeviceEngine",
+    "FirstReader",
     "Form",
     "HostEngine",
     "ImageLayout",

@@ -76,8 +76,10 @@ class Source(Protocol):
     url: str
     passed_over: dict[str, SidestreamError]
     """The versions above the one that is served, which are not served, by stamp."""
-    checked: float | None
-    """When the source was last looked at without an error, by ``time.monotonic()``."""
+
+    @property
+    def checked(self) -> float | None:
+        """When the source was last looked at without an error, by ``time.monotonic()``."""
 
     @property
     def problem(self) -> BaseException | None:
@@ -356,7 +358,8 @@ class Follower:
 
     async def _pass_over(self, not_served: NotServed) -> None:
         stamp, error = not_served.stamp, not_served.error
-        self._source.passed_over[stamp] = without_frames(error)
+        without_frames(error)
+        self._source.passed_over[stamp] = error
         await self._source.pass_over(error)
         event = VersionPassedOver(self._source.url, stamp, type(error).__name__, str(error))
         await io_threads().run(emit, event)

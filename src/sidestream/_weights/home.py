@@ -8,6 +8,7 @@ import socket
 import struct
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from .._runtime.descriptors import Descriptor, close_in_children, no_fork
 from ..errors import CorruptCheckpointError, InvalidOptionError, PublisherRunningError, UnsupportedError
@@ -102,7 +103,7 @@ class _Address:
         os.close(self._directory)
 
 
-def path_of(url: str) -> Path:
+def path_of(url: Any) -> Path:
     """Return the home that ``unix:PATH`` names. Raises ``InvalidOptionError``, and ``UnsupportedError`` where there is
     no hand-over of memory."""
     if not isinstance(url, str) or not url.startswith(SCHEME) or not url.removeprefix(SCHEME):

@@ -105,7 +105,7 @@ class Link:
 
     async def _ready(self, add: Callable[..., object], remove: Callable[..., object]) -> None:
         ready = self._loop.create_future()
-        add(self._sock, lambda: ready.done() or ready.set_result(None))
+        add(self._sock, _resolve, ready)
         try:
             await ready
         finally:
@@ -115,3 +115,8 @@ class Link:
         self._sock.close()
         for one in self._descriptors:
             one.close()
+
+
+def _resolve(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)

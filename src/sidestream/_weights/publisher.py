@@ -31,8 +31,7 @@ from .._runtime.threads import Deadline, Stop, Threads, io_threads, time_limit
 from .._save.running import Save
 from .._save.sinks import PendingVersion, read_in_thread
 from .._save.writer import copies_ended
-from .._staging import AsyncStager, Captured, SnapshotReader, capture
-from .._staging.stage import FirstReader, Staging
+from .._staging import AsyncStager, Captured, FirstReader, SnapshotReader, Staging, capture
 from ..errors import (
     ArenaExhaustedError,
     CheckpointNotFoundError,

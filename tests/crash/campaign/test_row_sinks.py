@@ -64,9 +64,6 @@ class Drawn:
     async def undo(self, error: BaseException) -> None:
         """Nothing has been written."""
 
-    def leave(self, *, stuck: bool) -> None:
-        """Nothing has been written."""
-
     async def read_checkpoint(self, save: Any, ranks: Any) -> list[bytes]:
         self.source = "checkpoint"
         found = await (await open_checkpoint(save.location.url)).state_dict()
@@ -97,7 +94,7 @@ async def trial(chance: random.Random, place: Path, stager: AsyncStager, saver: 
                 stager=stager,
                 worker=choose_worker(saver, locate_directory(place).store),
                 metadata=None,
-                exports=exports,
+                outcomes=exports,
             )
             operation = request.launch(request.prepare(), locate_directory(place / str(number)))
             pending = PendingSave(operation, exports)
