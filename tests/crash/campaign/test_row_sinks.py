@@ -35,6 +35,7 @@ class Drawn:
     """A sink that copies all payloads, unless it does at a window what was drawn."""
 
     url = "memory of the row"
+    together = replaces = True
 
     def __init__(self, way: str, at: int, over: threading.Event) -> None:
         self.way, self.at, self.over = way, at, over
