@@ -415,6 +415,36 @@ def test_a_load_does_not_wait_for_ever_for_a_loop_that_stands_still(tmp_path: Pa
     loop.close()
 
 
+class Stopping(Slow):
+    """Stops the loop when it receives its state."""
+
+    def load_state_dict(self, state: Any) -> None:
+        asyncio.get_running_loop().stop()
+
+
+def test_a_loop_that_stands_still_between_two_objects(tmp_path: Path) -> None:
+    """What was handed over by then is in ``error.written``, because the load has changed the state."""
+    sidestream.blocking.save({"a": Slow(), "b": Slow(), "t": torch.ones(3)}, tmp_path / "a")
+    loop = asyncio.new_event_loop()
+    options = sidestream.LoadOptions(timeout_s=0.5)
+    failed: list[events.LoadFailed] = []
+
+    def noted(event: object) -> None:
+        if isinstance(event, events.LoadFailed) and event.load.url == str(tmp_path / "a"):
+            failed.append(event)
+
+    with events.observe(noted):
+        state = {"a": Stopping(), "b": Slow(), "t": torch.zeros(3)}
+        task = loop.create_task(sidestream.load(state, tmp_path / "a", options=options))
+        loop.run_forever()
+        until(lambda: failed)
+    assert failed[0].error_type == "DeadlineExceededError"
+    with pytest.raises(errors.DeadlineExceededError, match="whose event loop") as raised:
+        loop.run_until_complete(task)
+    assert "t" in raised.value.written
+    loop.close()
+
+
 def test_an_idle_loop_is_not_kept(tmp_path: Path) -> None:
     """An open ``Checkpointer`` does not keep a loop alive."""
 

@@ -165,7 +165,8 @@ class LoadOperation:
         manifest = await self._read()
         if together is not None:
             together.step = "hand over"
-        # From here on the target changes as a whole. A cancel is raised afterwards, and there is no deadline.
+        # From here on the target changes as a whole. A cancel is raised afterwards, and the deadline of the load does
+        # not end this. Only for the caller to run its code there is a limit, anew for each call.
         with time_limit(None):
             await run_shielded(target.apply)
         if together is not None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, filterfalse, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,7 +25,7 @@ from .._layout.ranges import Box
 from .._runtime.caller import run_by_caller
 from .._runtime.containers import empty_container
 from .._runtime.state_dict_calls import call_load_state_dict, key_order
-from .._runtime.threads import clear_gradually, collected, io_threads, paced, pause_point
+from .._runtime.threads import Deadline, clear_gradually, collected, io_threads, paced, pause_point, time_limit
 from .._runtime.torch_probes import addresses, copyable, neg_view, plain_bytes
 from .._staging.streams import streams_of
 from .._storage import Location, RangeSource
@@ -37,6 +37,8 @@ from .new_tensors import new_tensors
 from .open.manifest import open_manifest, was_replaced
 from .reader import Reader, Wanted
 from .report import Loaded, LoadRequest
+
+T = TypeVar("T")
 
 _SLICE = 1024
 _LISTED = 4
@@ -79,22 +81,28 @@ def _order(path: tuple[Key, ...]) -> tuple[str, ...]:
     return tuple(key_order(key, index=type(place) is int) for key, place in zip(keys, path, strict=True))
 
 
-async def hand_over(handover: Handover) -> tuple[list[str], list[str]]:
+async def hand_over(handover: Handover, timeout_s: float) -> tuple[list[str], list[str]]:
     """Put the values into their places, and call ``load_state_dict`` of the objects: in the caller's task or thread,
-    because containers and objects are those of the caller. May be repeated.
+    because containers and objects are those of the caller, and within ``timeout_s`` for each call to begin. May be
+    repeated.
 
     Returns the names that modules missed, and those that they did not take."""
+
+    async def by_caller(code: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        with time_limit(Deadline.after(timeout_s)):
+            return await run_by_caller(code, *args, **kwargs)
+
     missing: list[str] = []
     unexpected: list[str] = []
     for start in range(0, len(handover.values), _SLICE):
         # The containers are the caller's, so the caller sets their items, in slices. No other thread may meet them.
-        await run_by_caller(_assign, handover.values[start : start + _SLICE])
+        await by_caller(_assign, handover.values[start : start + _SLICE])
     # One iteration of the caller's loop for each object: its code may take long, and nothing of ours can divide it.
     for leaf, value in handover.assigned:
-        await run_by_caller(leaf.holder.__setitem__, leaf.slot, value)
+        await by_caller(leaf.holder.__setitem__, leaf.slot, value)
     for stateful, state_dict in handover.statefuls:
         options = {"strict": False} if stateful.lenient else {}
-        answer = await run_by_caller(call_load_state_dict, stateful.fqn, stateful.instance, state_dict, **options)
+        answer = await by_caller(call_load_state_dict, stateful.fqn, stateful.instance, state_dict, **options)
         if stateful.lenient:
             missing += [f"{stateful.fqn}.{key}" for key in answer.missing_keys]
             unexpected += [f"{stateful.fqn}.{key}" for key in answer.unexpected_keys]
@@ -282,7 +290,7 @@ class StateTarget:
         # The versions count all writes at once, after the last of them. Autograd then refuses a backward pass that
         # would use the old values.
         await io_threads().run(self._end_tensors)
-        missing, unexpected = await hand_over(prepared.handover)
+        missing, unexpected = await hand_over(prepared.handover, self.request.options.timeout_s)
         unexpected = [prepared.plan.names.saved_name(fqn) for fqn in unexpected]
         _check_left(missing, unexpected, self.request.tolerance)
         self._left = tuple(missing), tuple(unexpected)
