@@ -62,6 +62,21 @@ def test_leases_that_fit_together_are_had_together(rounds: list[list[int]], extr
                 lease.release()
 
 
+@given(stage=sizes, count=st.integers(2, 5), extra=st.integers(0, 12))
+@MANY
+def test_a_budget_for_several_stages_holds_them(stage: list[int], count: int, extra: int) -> None:
+    """Stages of the same sizes, one after the other, all of which are held: no rounding takes the room of the next."""
+    with small_units:
+        arena = Mapped(count * sum(map(whole_pages, stage)) // PAGE_BYTES + extra)
+        held = []
+        for _ in range(count):
+            arena.make_way(stage)
+            held.append(arena.take(stage))
+        for leases in held:
+            for lease in leases:
+                lease.release()
+
+
 @given(
     rounds=st.lists(st.tuples(st.integers(1, 20 * PAGE_BYTES), sizes), min_size=1, max_size=5),
     extra=st.integers(0, 12),

@@ -48,6 +48,7 @@ _STEP_BYTES = 32 << 20  # in a small arena: the first window is written while me
 _STEP_SHARE = 4  # of the reserved memory, in a larger arena
 _UNMAPPED_S = 5.0  # a lease with ``at_once`` also waits this long for memory that is being unmapped
 _PIECE_BYTES = 256 << 20  # the most that is registered at once
+_COUNTED_STAGES = 16  # a budget for more of them has room for segments that are rounded up
 _numbers = itertools.count(1)
 
 
@@ -217,6 +218,8 @@ class Arena:
         self._touched_bytes_per_s = 0.0  # when memory was last mapped
         self._given_back = 0
         """Bytes of all leases that have ended."""
+        self._stage_bytes = 0
+        """Of the stage that requests leases now."""
         self._leaving = self._kept = 0
         """Reserved bytes of dropped segments that are still mapped. ``_kept`` are those of them that could not be
         unregistered."""
@@ -312,6 +315,7 @@ class Arena:
         the budget, but neither into the free extents nor into memory that can still be mapped, drop idle segments."""
         wanted = [whole_pages(size) for size in sizes]
         with self._lock:
+            self._stage_bytes = sum(wanted)
             self._drain()
             if self._backing == "shared":
                 self._drop_private()
@@ -337,7 +341,8 @@ class Arena:
             while left:
                 if busy():
                     return False
-                wanted = _segment_bytes(left, most - self._staying(), self._segment_bytes, _GROWTH_BYTES)
+                room = most - self._staying()
+                wanted = _segment_bytes(left, room, self._segment_bytes, _GROWTH_BYTES, sum(map(whole_pages, sizes)))
                 if self._reserved + wanted > most:
                     break
                 segment = _Segment(_map(wanted, self._backing), wanted, [(0, wanted)])
@@ -549,7 +554,7 @@ class Arena:
             # In small steps at first: the first window is written while memory for the next one is touched. Memory for
             # a device is mapped in larger steps, because each segment is registered by a call of its own.
             most = min(most, max(_STEP_BYTES, self._reserved // _STEP_SHARE))
-        wanted = _segment_bytes(sizes, room, self._segment_bytes, most)
+        wanted = _segment_bytes(sizes, room, self._segment_bytes, most, self._stage_bytes)
         excess = self._staying() + wanted - self.budget_bytes
         # Idle segments are dropped only if that helps. Otherwise the stage has to wait for leased memory anyway, and
         # would lose warm memory for nothing.
@@ -667,8 +672,9 @@ def whole_pages(nbytes: int) -> int:
     return max(PAGE_BYTES, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
 
 
-def _segment_bytes(sizes: Sequence[int], room: int, least: int, most: int) -> int:
-    """Return the size of the segment to map for the first of ``sizes`` if ``room`` bytes of the budget are left.
+def _segment_bytes(sizes: Sequence[int], room: int, least: int, most: int, stage_bytes: int) -> int:
+    """Return the size of the segment to map for the first of ``sizes`` if ``room`` bytes of the budget are left. They
+    are the rest of a stage of ``stage_bytes``.
 
     The segment holds as many whole leases as are worth touching at once (``most`` bytes, unless the first one is
     larger), so that no part of it remains unused. It is rounded up to huge pages if the later leases leave room for
@@ -680,9 +686,12 @@ def _segment_bytes(sizes: Sequence[int], room: int, least: int, most: int) -> in
         expected += size
     wanted = max(least, -(-expected // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES)
     room -= room % PAGE_BYTES
-    if everything <= room:
-        return min(wanted, room - (everything - expected))
-    return min(wanted, max(sizes[0], room))
+    if everything > room:
+        return min(wanted, max(sizes[0], room))
+    left, stage_bytes = room - everything, max(stage_bytes, everything)
+    # A budget for two stages holds two: what is rounded up must not be the room of another one.
+    spare = left % stage_bytes if left // stage_bytes < _COUNTED_STAGES else left
+    return min(wanted, expected + spare)
 
 
 def _missing(free: list[int], sizes: Iterable[int]) -> list[int]:
