@@ -353,7 +353,7 @@ def cuda_sim(session: nox.Session, torch: str) -> None:
     # The CPU build that constraints.txt may find has the same version and a local part, which `===` excludes.
     session.install("--no-compile", f"torch==={torch}", silent=True)
     packages = ("numpy", "hypothesis", "pytest", "pytest-asyncio", "pytest-xdist")
-    session.install("--no-compile", *packages, "aiofiles", "anyio", "fsspec", "isal", silent=True)
+    session.install("--no-compile", *packages, "aiofiles", "anyio", "fsspec", "isal", "typer", "rich", silent=True)
     version = str(session.run("python", "-c", "import torch; print(torch.version.cuda)", silent=True)).strip()
     if not version.startswith("13."):
         session.error(f"torch {torch} is a build for CUDA {version}: one for CUDA 13 is needed")

@@ -27,8 +27,9 @@ from leases import nothing_kept
 import sidestream
 from sidestream._runtime.memory_maps import wait_unmapped
 from sidestream._runtime.threads import Deadline
-from sidestream._staging import AsyncStager, StageMode
+from sidestream._staging import AsyncStager
 from sidestream.errors import ArenaExhaustedError, ClosedError, DeadlineExceededError, DeviceError, GraphCaptureError
+from sidestream.options import StageMode
 
 cudasim: Any = pytest.importorskip("cudasim", reason="needs the simulated CUDA runtime")
 if not getattr(cudasim, "active", bool)():  # without it the name may stand for this folder

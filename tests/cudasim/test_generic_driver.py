@@ -9,7 +9,8 @@ import cudasim
 import pytest
 import torch
 
-from sidestream._staging import AsyncStager, DeviceEngine, StageMode, TorchDriver
+from sidestream._staging import AsyncStager, DeviceEngine, TorchDriver
+from sidestream.options import StageMode
 
 LARGE = 1 << 21  # elements: beyond what is coalesced
 

@@ -18,9 +18,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sidestream
-from sidestream._staging import AsyncStager, StageMode
+from sidestream._staging import AsyncStager
 from sidestream._staging.blocking import BlockingAsyncStager
 from sidestream.dcp import StorageReader, StorageWriter
+from sidestream.options import StageMode
 
 cudasim: Any = pytest.importorskip("cudasim", reason="needs the simulated CUDA runtime")
 if not getattr(cudasim, "active", bool)():  # without it the name may stand for this folder
