@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn
 
 from ._engine.calls import as_operation, in_operation
 from ._load.checkpoint import Checkpoint
-from ._load.report import LoadReport, LoadRequest
+from ._load.report import LoadReport
 from ._load.verification import VerifyReport
 from ._run.exports import Exports, Upkeep
 from ._run.health import Health
@@ -50,7 +50,6 @@ from .options import (
     WhenFull,
     options_of,
     storage_of,
-    tolerance_of,
 )
 
 __all__ = ["Checkpointer"]
@@ -330,8 +329,8 @@ class Checkpointer:
         # What was saved under other names is restored under them, without a second declaration of the mapping.
         if options.names is None:
             options = replace(options, names=self._saves.options.names)
-        request = LoadRequest(options, tolerance_of(strict, allow_missing, allow_unexpected, allow_cast))
-        return await self._reading.restore(state, step, fallback, request)
+        tolerated = (strict, allow_missing, allow_unexpected, allow_cast)
+        return await self._reading.restore(state, step, fallback, options, tolerated)
 
     @property
     def restored(self) -> LoadReport | None:

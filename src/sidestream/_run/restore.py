@@ -34,7 +34,16 @@ from ..errors import (
     StorageNotSharedError,
 )
 from ..events import LoadContext, LoadFellBack, emit
-from ..options import Fallback, Latest, Progress, check_choice, step_number
+from ..options import (
+    Fallback,
+    Latest,
+    LoadOptions,
+    Progress,
+    Tolerated,
+    check_choice,
+    step_number,
+    tolerance_of,
+)
 from .leases import Lease, Leases
 from .retention import SavedStep, best_of
 from .run import Run
@@ -333,9 +342,15 @@ class Reading:
                 await check_run(self._run.store)
 
     async def restore(
-        self, state: Mapping[str, Any], step: int | Latest, fallback: Fallback, request: LoadRequest
+        self,
+        state: Mapping[str, Any],
+        step: int | Latest,
+        fallback: Fallback,
+        options: LoadOptions,
+        tolerated: tuple[bool, Tolerated, Tolerated, Tolerated],
     ) -> int | None:
-        """As ``Checkpointer.restore``."""
+        """As ``Checkpointer.restore``. ``tolerated`` are the arguments of ``tolerance_of``."""
+        request = LoadRequest(options, tolerance_of(*tolerated))
         run, member, selector = self._run, self._run.together(), step_selector(step, fallback)
         given = (run, selector, request)
         restoring = RestoringAlone(*given) if member is None else RestoringTogether(*given, member=member)
