@@ -191,6 +191,20 @@ async def test_a_report_is_that_of_costs(tmp_path: Path) -> None:
     assert report_of(read_journal(os.devnull)).lost_s == 0
 
 
+def test_a_journal_of_a_later_version(tmp_path: Path) -> None:
+    """Causes and reasons that this version does not know are added up under their names, and no time is no error."""
+    lines = [
+        {"event": "CallerWaited", "cause": "drain", "seconds": 2.0, "waited_for": {"disk": 1.0}, "save": None},
+        {"event": "CallerWaited", "cause": "call", "seconds": 0.0, "waited_for": {"slot": 0.0}, "save": None},
+    ]
+    times = [{"time_ns": number * 10**10, "monotonic_ns": number * 10**10} for number in (1, 2)]
+    content = "".join(json.dumps(line | time) + "\n" for line, time in zip(lines, times, strict=True))
+    (tmp_path / "j").write_text('{"journal": 1, "lost": 0}\n' + content)
+    found = report_of(read_journal(tmp_path / "j"))
+    assert (found.seconds["drain"], found.waited_for["disk"], found.seconds["call"]) == (2.0, 1.0, 0.0)
+    assert trace_of([read_journal(tmp_path / "j")])["traceEvents"]
+
+
 async def test_a_trace(tmp_path: Path) -> None:
     with Journal(tmp_path / "j"), watched(events.SaveWritten) as written:
         await use(tmp_path / "run")

@@ -116,7 +116,7 @@ class Sums:
     """The sums of a run, from its events. Its user has a lock."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(("call", "staged", "fence"), 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(("call", "staged", "fence"), 0.0)
         self._waited_for: dict[str, float] = dict.fromkeys(("slot", "ranks", "memory", "copies"), 0.0)
         self._saves = CostReport(0.0, {}, {})
         self._last_ns: int | None = None
@@ -151,9 +151,11 @@ class Sums:
         """Add the part of a wait in which no other caller has waited. Events come at the end of their waits."""
         whole = event.seconds
         new = self._uncovered(event.time_ns - int(whole * 1e9), event.time_ns) / 1e9
-        self.seconds[event.cause] += new
+        # A journal may come from a later version, with causes and reasons that this one does not know.
+        self.seconds[event.cause] = self.seconds.get(event.cause, 0.0) + new
         for reason, seconds in event.waited_for.items():
-            self._waited_for[reason] += seconds * new / whole
+            share = seconds * new / whole if whole else 0.0
+            self._waited_for[reason] = self._waited_for.get(reason, 0.0) + share
 
     def _uncovered(self, began: int, ended: int) -> int:
         """Return the part of an interval that no interval before has covered, and add it to these."""
