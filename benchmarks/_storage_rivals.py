@@ -7,11 +7,13 @@ import os
 from collections.abc import Awaitable, Callable
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import sidestream
 
@@ -144,6 +146,29 @@ class StockStagedSave(Rival):
 
     def close(self) -> None:
         self._stager.close()
+
+
+class StockProcessSave(StockStagedSave):
+    """The process that writes starts with the first call of all, and stays."""
+
+    name = "dcp.async_save, process"
+    copies = 3
+
+    def __init__(self, state: State) -> None:
+        super().__init__(state)
+        self._stager = DefaultStager(StagingOptions(False, True, True, False))
+        self._directory = TemporaryDirectory()  # DCP demands a process group here
+        method = f"file://{self._directory.name}/ranks"
+        torch.distributed.init_process_group("gloo", init_method=method, rank=0, world_size=1)
+
+    def save(self, path: Path) -> Any:
+        kind = AsyncCheckpointerType.PROCESS
+        return dcp.async_save(self.state, checkpoint_id=path, async_checkpointer_type=kind, async_stager=self._stager)
+
+    def close(self) -> None:
+        super().close()
+        torch.distributed.destroy_process_group()
+        self._directory.cleanup()
 
 
 class TorchSave(Rival):
@@ -356,6 +381,7 @@ RIVALS: tuple[type[Rival], ...] = (
     StockSave,
     StockAsyncSave,
     StockStagedSave,
+    StockProcessSave,
     TorchSave,
     Safetensors,
     TorchCheckpointing,
