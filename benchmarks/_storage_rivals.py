@@ -153,6 +153,7 @@ class StockProcessSave(StockStagedSave):
 
     name = "dcp.async_save, process"
     copies = 3
+    descriptors_per_tensor = 2
 
     def __init__(self, state: State) -> None:
         super().__init__(state)
