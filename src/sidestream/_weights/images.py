@@ -15,8 +15,9 @@ import fcntl
 import mmap
 import os
 import time
+import weakref
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -36,7 +37,7 @@ from .._runtime.threads import Stop, pause_point
 from .._runtime.torch_probes import dtype_from_name
 from .._staging.arena import touch
 from .._staging.host import move
-from ..errors import ArenaExhaustedError, CorruptCheckpointError, UnsupportedError
+from ..errors import ArenaExhaustedError, CorruptCheckpointError
 
 _SEALS = ("F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE")
 _BUSY_S = 10.0
@@ -66,30 +67,43 @@ class SealedImage:
     memory: Descriptor
     sums: Descriptor
     nbytes: int
+    freed: Callable[[], object]
 
     def close(self) -> None:
-        """Close the descriptors. Processes that have mapped the image keep it."""
+        """Close the descriptors. Processes that have mapped the image keep it. Idempotent."""
         self.memory.close()
         self.sums.close()
+        self.freed()
+
+
+class _ImageMap(MemoryMap):
+    """A map that is not inherited, and is unmapped by ``close()`` as a rule."""
+
+    inherited = False
+
+    def __del__(self) -> None:
+        if not self.closed:
+            super().__del__()
 
 
 class ImageMemory:
-    """The memory of an image that is not complete, mapped for writing."""
+    """The memory of an image that is not complete, mapped for writing. ``freed`` is called when its owner, or that of
+    the sealed image, has closed or dropped it."""
 
-    def __init__(self, nbytes: int) -> None:
-        if not hasattr(os, "memfd_create"):
-            raise UnsupportedError("publishing weights from memory needs Linux; let servers follow a run")
+    def __init__(self, nbytes: int, freed: Callable[[], object]) -> None:
         self.nbytes = nbytes
         try:
             with no_fork():  # a child would have the map, and the image could not be sealed
                 self.descriptor = Descriptor(os.memfd_create("sidestream", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
                 os.ftruncate(self.descriptor.fileno(), nbytes)
-                self._map = mmap.mmap(self.descriptor.fileno(), nbytes)
+                self._map = _ImageMap(self.descriptor.fileno(), nbytes)
                 self.address = address_of(self._map)
                 advise(self.address, nbytes, getattr(mmap, "MADV_DONTFORK", -1))
         except OSError as error:
             raise ArenaExhaustedError(f"the system did not grant {nbytes} bytes for a version: {error}") from error
         advise(self.address, nbytes, getattr(mmap, "MADV_HUGEPAGE", -1))
+        self._freed = weakref.finalize(self.descriptor, freed)  # however it ends: an error may drop it anywhere
+        self._freed.atexit = False
 
     def touch(self, stop: Stop) -> None:
         """Fault all pages in, slowly, so that the program is not held up. Fresh pages cost ten times the copy."""
@@ -133,19 +147,23 @@ class ImageMemory:
         """Unmap the memory and seal it, together with the checksums. Blocks."""
         self._unmap()
         _seal(self.descriptor)
-        beside = Descriptor(os.memfd_create("sidestream sums", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        with no_fork():
+            beside = Descriptor(os.memfd_create("sidestream sums", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         content = memoryview(sums).cast("B")
         while content:
             content = content[os.write(beside.fileno(), content) :]
         _seal(beside)
-        return SealedImage(self.descriptor, beside, self.nbytes)
+        return SealedImage(self.descriptor, beside, self.nbytes, self._freed)
 
     def discard(self) -> None:
-        """Free the memory."""
+        """Free the memory. Idempotent."""
         self._unmap()
         self.descriptor.close()
+        self._freed()
 
     def _unmap(self) -> None:
+        if self._map.closed:  # other memory may lie at its addresses by now
+            return
         # Page by page first: unmapping a gigabyte at once holds up all threads that map memory, for some 25 ms.
         for start, nbytes in pieces(self.nbytes):
             advise(self.address + start, nbytes, mmap.MADV_DONTNEED)  # the pages stay in the memfd
@@ -244,5 +262,5 @@ def _views(memory: MemoryMap, nbytes: int) -> Iterable[tuple[str, torch.Tensor]]
 
 def _view(memory: mmap.mmap, dtype: torch.dtype, start: int, shape: Sequence[int], nbytes: int) -> torch.Tensor:
     if not nbytes:
-        return torch.empty(*shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=start).view(*shape)
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=start).view(tuple(shape))
