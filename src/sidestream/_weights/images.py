@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import json
 import mmap
 import os
 import time
@@ -30,7 +31,7 @@ from .._convert.targets import OutTensor, safetensors_layout
 from .._foreign.safetensors import header_bytes, parse_header
 from .._format.checksum import crc32
 from .._format.records import BLOCK_BYTES
-from .._format.safetensors import PREFIX_BYTES
+from .._format.safetensors import PREFIX_BYTES, STAMP
 from .._runtime.descriptors import Descriptor, no_fork
 from .._runtime.memory_maps import MemoryMap, address_of, advise, pieces, populate_read
 from .._runtime.threads import Stop, pause_point
@@ -215,7 +216,7 @@ def _seal(descriptor: Descriptor) -> None:
 class MappedImage:
     """A sealed image, mapped privately: what a program writes into a tensor stays in its process.
 
-    ``tensors`` are views of the map, by name. Pages are read when they are touched."""
+    ``tensors`` are views of the map, by all names. Pages are read when they are touched."""
 
     def __init__(self, memory: Descriptor, sums: Descriptor, nbytes: int) -> None:
         for descriptor in (memory, sums):
@@ -228,7 +229,7 @@ class MappedImage:
         self._sums = array("I", os.pread(sums.fileno(), os.fstat(sums.fileno()).st_size, 0))
         flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
         self._map = MemoryMap(memory.fileno(), nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        self.tensors = dict(_views(self._map, nbytes))
+        self.tensors = _views(self._map, nbytes)
 
     def make_present(self) -> None:
         """Read all pages, without the GIL, so that no request waits for them."""
@@ -253,11 +254,22 @@ def _seals_of(descriptor: Descriptor) -> int:
         return 0
 
 
-def _views(memory: MemoryMap, nbytes: int) -> Iterable[tuple[str, torch.Tensor]]:
+def _views(memory: MemoryMap, nbytes: int) -> dict[str, torch.Tensor]:
     start = PREFIX_BYTES + header_bytes(memory[:PREFIX_BYTES], nbytes - PREFIX_BYTES, "a version")
-    for name, one in parse_header(memory[PREFIX_BYTES:start], start, nbytes, "a version").items():
+    raw = memory[PREFIX_BYTES:start]
+    found: dict[str, torch.Tensor] = {}
+    for name, one in parse_header(raw, start, nbytes, "a version").items():
         pause_point()
-        yield name, _view(memory, dtype_from_name(one.dtype), one.start, one.sizes, one.nbytes)
+        found[name] = _view(memory, dtype_from_name(one.dtype), one.start, one.sizes, one.nbytes)
+    ties = {other: found[name] for other, name in _first_value(raw).items() if name in found and other not in STAMP}
+    return ties | found
+
+
+def _first_value(raw: bytes) -> Mapping[str, str]:
+    """Return the metadata of a header, where ties are, without decoding all of it again."""
+    text = raw.decode()
+    metadata: Mapping[str, str] = json.JSONDecoder().raw_decode(text, len('{"__metadata__":'))[0]
+    return metadata
 
 
 def _view(memory: mmap.mmap, dtype: torch.dtype, start: int, shape: Sequence[int], nbytes: int) -> torch.Tensor:

@@ -102,7 +102,7 @@ class VersionImage(Displayed):
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The tensors by name. Of tied ones there is the first."""
+        """The tensors by name. Tied names have one tensor."""
         return MappingProxyType(self._image.tensors)
 
     @as_operation
