@@ -310,6 +310,8 @@ class PendingVersion(PendingOutcome):
         async def logged() -> Any:
             try:
                 return await work()
+            except SkippedError:
+                raise
             except Exception as error:
                 text = printable_lines(f"{type(error).__name__}: {error}")
                 _log.error("publishing to %s failed: %s", self.url, text)

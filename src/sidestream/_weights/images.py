@@ -97,7 +97,7 @@ class ImageMemory:
             with no_fork():  # a child would have the map, and the image could not be sealed
                 self.descriptor = Descriptor(os.memfd_create("sidestream", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
                 os.ftruncate(self.descriptor.fileno(), nbytes)
-                self._map = _ImageMap(self.descriptor.fileno(), nbytes)
+                self._map = _ImageMap.of_file(self.descriptor.fileno(), nbytes, mmap.MAP_SHARED)
                 self.address = address_of(self._map)
                 advise(self.address, nbytes, getattr(mmap, "MADV_DONTFORK", -1))
         except OSError as error:
@@ -148,8 +148,11 @@ class ImageMemory:
         """Unmap the memory and seal it, together with the checksums. Blocks."""
         self._unmap()
         _seal(self.descriptor)
-        with no_fork():
-            beside = Descriptor(os.memfd_create("sidestream sums", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        try:
+            with no_fork():
+                beside = Descriptor(os.memfd_create("sidestream sums", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        except OSError as error:
+            raise ArenaExhaustedError(f"the system did not grant memory for checksums: {error}") from error
         content = memoryview(sums).cast("B")
         while content:
             content = content[os.write(beside.fileno(), content) :]
@@ -228,7 +231,7 @@ class MappedImage:
         self.nbytes = nbytes
         self._sums = array("I", os.pread(sums.fileno(), os.fstat(sums.fileno()).st_size, 0))
         flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-        self._map = MemoryMap(memory.fileno(), nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self._map = MemoryMap.of_file(memory.fileno(), nbytes, flags)
         self.tensors = _views(self._map, nbytes)
 
     def make_present(self) -> None:
