@@ -83,6 +83,18 @@ class Mixed(nn.Module):
         return (self.wide(self.narrow(x.bfloat16()).double()) * self.turn).abs() * self.steps
 
 
+class Wrapped(nn.Module):
+    """A module of the program, which ``compile()`` compiles. It does nothing for the containers of torch."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = self.inner(x)
+        return answer
+
+
 def _first(module: nn.Module, *given: Any) -> torch.Tensor:
     answer = module(*given)
     answer = answer[0] if isinstance(answer, tuple) else answer

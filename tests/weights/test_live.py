@@ -36,6 +36,13 @@ async def put(live: sidestream.Live, number: int) -> None:
     await live.install(version(number), stamp=str(number), version=number)
 
 
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            gc.collect()
+            await asyncio.sleep(0.005)
+
+
 # --- what a reading has ---
 
 
@@ -80,6 +87,27 @@ async def test_nothing_is_copied_and_memory_falls_free() -> None:
         await put(live, number)
     gc.collect()
     assert memory() is None
+
+
+async def test_an_old_version_is_freed_when_its_last_reading_ends_and_not_with_the_next_version() -> None:
+    live = sidestream.Live(Tell())
+    memories = []
+
+    async def put_and_remember(number: int) -> None:
+        tensors = version(number)
+        memories.append(weakref.ref(tensors["t0"].untyped_storage()))
+        await live.install(tensors, stamp=str(number))
+
+    await put_and_remember(1)
+    await put_and_remember(2)
+    await until(lambda: memories[0]() is None)
+    with live.reading() as reading:
+        await put_and_remember(3)
+        await put_and_remember(4)
+        await until(lambda: memories[2]() is None)
+        assert reading.module() == {2.0}
+    await until(lambda: memories[1]() is None)
+    assert memories[3]() is not None
 
 
 async def test_tied_names_need_one_tensor_and_stay_tied() -> None:

@@ -476,7 +476,7 @@ class Saves:
             return self._enter(request, step, operation, began, promised=promised)
         except BaseException as error:
             for one in outcomes:
-                one.cancel()
+                one.drop()
             if operation is None:
                 raise
             if not isinstance(error, Exception):

@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 
@@ -34,11 +34,15 @@ class Descriptor:
 
     def close(self) -> None:
         """Close it. Idempotent."""
+        with no_fork():  # a child that begins in between would have the descriptor, and not know of it
+            self._close()
+
+    def _close(self) -> None:
         number = self.detach()
         if number >= 0:
             os.close(number)
 
-    __del__ = close
+    __del__ = _close  # without ``no_fork``: in a garbage collection a thread may have any lock
 
 
 class _Detachable(Protocol):
@@ -75,7 +79,8 @@ def _after_fork() -> None:
     for one in list(_open):
         # Not ``shutdown`` of a socket, which would end the connection of the parent too.
         if (number := one.detach()) >= 0:
-            os.close(number)
+            with suppress(OSError):  # the others have to be closed all the same
+                os.close(number)
     _open.clear()
     _no_fork = threading.RLock()
 

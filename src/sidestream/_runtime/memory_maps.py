@@ -29,6 +29,8 @@ UnmapOutcome: TypeAlias = Literal["unmapped", "kept", "unmapped late"]
 """The outcome for a mapping that is not used any more; ``"unmapped late"`` can only follow ``"kept"``."""
 
 _POPULATE_READ = 22  # MADV_POPULATE_READ; the modules of Python lack the name
+_MAP_FIXED = 0x10  # on Linux
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
 _PIECE_BYTES = 4 << 20  # 1 to 8 ms if its pages are made, less if they are returned
 
 
@@ -52,6 +54,19 @@ class MemoryMap(mmap.mmap):
         start_thread()
         mapping = super().__new__(cls, *args, **kwargs)
         mapping._pid = os.getpid()
+        return mapping
+
+    @classmethod
+    def of_file(cls, descriptor: int, nbytes: int, flags: int) -> Self:
+        """Return a map of a file, for reading and writing. Raises ``OSError``.
+
+        ``mmap`` keeps a duplicate of the descriptor, and a forked child would have it. So the file takes the place of
+        anonymous memory."""
+        mapping = cls(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        there, access = address_of(mapping), mmap.PROT_READ | mmap.PROT_WRITE
+        if _mmap()(there, nbytes, access, flags | _MAP_FIXED, descriptor, 0) != there:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
         return mapping
 
     def unused(self) -> bool:
@@ -188,6 +203,14 @@ def _madvise() -> Any:
     collection frees."""
     function = ctypes.CDLL(None, use_errno=True).madvise
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
+
+
+@cache
+def _mmap() -> Any:
+    function = ctypes.CDLL(None, use_errno=True).mmap
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    function.restype = ctypes.c_void_p
     return function
 
 

@@ -265,6 +265,8 @@ def async_save(
         if writer is not None:
             writer.cancel()
         if operation is None or not isinstance(error, Exception):
+            for one in outcomes:
+                one.drop()
             raise
         # Not a variable: the error refers to this frame, and must not be in a cycle with what refers to it.
         return PendingSave(FailedSave(operation, str(url), error), outcomes)

@@ -17,7 +17,7 @@ from .._runtime.public import public
 from .._runtime.tasks import run_shielded
 from .._runtime.threads import Deadline, Stop, ThreadFuture, Threads, time_limit
 from .._staging import SnapshotReader, clean
-from ..errors import InvalidOptionError, SkippedError, SnapshotLostError, printable_lines
+from ..errors import ClosedError, InvalidOptionError, SkippedError, SnapshotLostError, printable_lines
 from ..options import Durability, Outcome
 from .running import Save
 
@@ -86,6 +86,9 @@ class VersionSink(Sink, Protocol):
     async def applied(self, count: int, timeout_s: float | None) -> Any:
         """Do ``PendingVersion.applied``."""
 
+    def ended(self) -> None:
+        """Note that the version is published, or never will be. Called in any thread."""
+
 
 class Publishes(Protocol):
     """The type of the argument ``publish=``: a ``sidestream.Publisher``, or what its ``version()`` returns."""
@@ -141,6 +144,10 @@ class PendingOutcome(Pending[Any]):
         if self.cancelled():
             return asyncio.CancelledError()
         return self._future.exception() or self._future.result()
+
+    def drop(self) -> None:
+        """End it, because there is no save. Called in any thread."""
+        self.cancel() if self._begun else self.fail(asyncio.CancelledError())
 
     # --- called by the save, on the operation loop ---
 
@@ -277,6 +284,7 @@ class PendingVersion(PendingOutcome):
         super().__init__(sink, context)
         self._staged: Waitable[None] = Waitable(f"staging for {sink.url}")
         self.when_done(partial(self._staged.succeed, None))
+        self.when_done(sink.ended)
 
     @property
     def staged(self) -> Waitable[None]:
@@ -288,8 +296,12 @@ class PendingVersion(PendingOutcome):
         free.add_done_callback(self._on_free)
 
     def _on_free(self, free: Future[None]) -> None:
+        # What was given up reads no source any more: the version itself says so.
         error = Future.exception(free)
-        self._staged.succeed(None) if error is None else self._staged.fail(error)
+        if error is None or isinstance(error, (SkippedError, ClosedError)):
+            self._staged.succeed(None)
+        else:
+            self._staged.fail(error)
 
     def begin_alone(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         """Start ``work``, which publishes a state that is not saved."""
@@ -298,6 +310,8 @@ class PendingVersion(PendingOutcome):
         async def logged() -> Any:
             try:
                 return await work()
+            except SkippedError:
+                raise
             except Exception as error:
                 text = printable_lines(f"{type(error).__name__}: {error}")
                 _log.error("publishing to %s failed: %s", self.url, text)

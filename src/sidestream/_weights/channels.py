@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from ..errors import SkippedError, VersionNotFoundError
+from ..errors import InvalidOptionError, SkippedError, VersionNotFoundError
 from .images import SealedImage
+
+_MOST_NAME = 200
+
+
+def check_channel(channel: object) -> None:
+    """Raise ``InvalidOptionError`` unless ``channel`` is a name."""
+    if not isinstance(channel, str) or not 0 < len(channel) <= _MOST_NAME:
+        raise InvalidOptionError(f"channel={channel!r:.300} has to be a text of at most {_MOST_NAME} characters")
 
 
 class Answer(NamedTuple):
@@ -21,14 +29,16 @@ class Answer(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class HeldVersion:
-    """A version that was published. ``answers`` are by the connections of the subscribers."""
+    """A version that was published. ``channels`` are those that have pointed at it, and ``answers`` are by the ids of
+    the subscribers."""
 
     epoch: int
     version: int
     image: SealedImage
     save_id: str
     metadata: Mapping[str, Any]
-    answers: dict[object, Answer] = field(default_factory=dict)
+    channels: set[str] = field(default_factory=set)
+    answers: dict[str, Answer] = field(default_factory=dict)
 
     @property
     def stamp(self) -> str:
@@ -37,13 +47,12 @@ class HeldVersion:
 
 class Channels:
     """The held versions, the highest ``keep`` and those that channels point at, and the channels: for each the versions
-    that it has pointed at, the present one last. ``drop`` is called with each version that is not held any more.
+    that it has pointed at, the present one last.
 
     ``revision`` counts the changes of all channels. Only ``promote`` and ``roll_back`` lower a channel."""
 
-    def __init__(self, keep: int, drop: Callable[[HeldVersion], object]) -> None:
+    def __init__(self, keep: int) -> None:
         self._keep = keep
-        self._drop = drop
         self.held: dict[int, HeldVersion] = {}
         self.pointers: dict[str, list[int]] = {}
         self.revision = 0
@@ -82,15 +91,16 @@ class Channels:
             raise VersionNotFoundError(
                 f"nothing that {channel!r} pointed at before is held any more: publish to it, or raise keep="
             )
-        del pointers[pointers.index(before[-1]) + 1 :]
+        while pointers[-1] != before[-1]:
+            pointers.pop()
         self.revision += 1
         self._drop_unneeded()
         return self.held[before[-1]]
 
-    def answer(self, held: HeldVersion, connection: object, answer: Answer) -> None:
-        """Note an answer. A subscriber that serves a version does not skip it later."""
-        if answer.outcome != "skipped" or connection not in held.answers:
-            held.answers[connection] = answer
+    def answer(self, held: HeldVersion, subscriber: str, answer: Answer) -> None:
+        """Note the answer of the subscriber with this id. One that serves a version does not skip it later."""
+        if answer.outcome != "skipped" or subscriber not in held.answers:
+            held.answers[subscriber] = answer
             self.wake()
 
     async def answered(self) -> None:
@@ -107,6 +117,7 @@ class Channels:
                 one.set_result(None)
 
     def _point(self, channel: str, version: int) -> None:
+        self.held[version].channels.add(channel)
         pointers = self.pointers.setdefault(channel, [])
         if pointers[-1:] != [version]:
             pointers.append(version)
@@ -115,6 +126,6 @@ class Channels:
     def _drop_unneeded(self) -> None:
         needed = {*sorted(self.held)[-self._keep :], *(pointers[-1] for pointers in self.pointers.values())}
         for version in self.held.keys() - needed:
-            self._drop(self.held.pop(version))
+            self.held.pop(version).image.close()
         for pointers in self.pointers.values():
             pointers[:] = [version for version in pointers if version in self.held]

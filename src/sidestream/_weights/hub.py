@@ -6,15 +6,14 @@ import asyncio
 import logging
 import socket
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 
-from .._runtime.descriptors import close_in_children
+from .._runtime.descriptors import close_in_children, no_fork
 from .._runtime.tasks import create_owned_task
 from ..errors import CorruptCheckpointError, printable
 from .channels import Answer, Channels, HeldVersion
 from .home import check_peer
-from .links import Link, LinkMessage, LinkMessageKind
+from .links import Link, LinkMessage, LinkMessageKind, ready
 
 _MOST_NAME = 200
 _log = logging.getLogger("sidestream")
@@ -27,6 +26,7 @@ class Subscription:
 
     link: Link
     name: str = ""
+    id: str = ""
     channel: str = ""
     sent: tuple[HeldVersion, int] | None = None
     last: Answer | None = None
@@ -53,11 +53,11 @@ class Hub:
 
     async def close(self) -> None:
         """End all connections."""
-        self._listener.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._listener.close()
 
     def _start(self, work: object, name: str) -> None:
         task = create_owned_task(work, f"sidestream publisher: {name}")  # type: ignore[arg-type]
@@ -65,15 +65,19 @@ class Hub:
         task.add_done_callback(self._tasks.discard)
 
     async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
+            await ready(self._listener, "reader")
             try:
-                sock, _ = await loop.sock_accept(self._listener)
+                # A child that had the connection would keep it open when this process has died.
+                with no_fork():
+                    sock, _ = self._listener.accept()
+                    close_in_children(sock)
+            except BlockingIOError:
+                continue
             except OSError as error:
                 _log.warning("a subscriber could not be accepted: %s", error)
                 await asyncio.sleep(0.1)  # no descriptors are left, for example
                 continue
-            close_in_children(sock)
             sock.setblocking(False)
             self._start(self._serve(Subscription(Link(sock)), sock), "subscriber")
 
@@ -85,12 +89,13 @@ class Hub:
             if hello is None or hello.kind is not LinkMessageKind.HELLO:
                 return
             one.name, one.channel = printable(str(hello.content["name"]))[:_MOST_NAME], str(hello.content["channel"])
+            one.id = str(hello.content["id"])
             self.subscriptions.append(one)
             one.changed.set()
             sending = create_owned_task(self._send(one), "sidestream publisher: sending")
             while (message := await one.link.receive()) is not None:
                 self._take(one, message)
-        except (OSError, CorruptCheckpointError, LookupError) as error:
+        except (OSError, CorruptCheckpointError, LookupError, TypeError) as error:
             _log.info("a subscriber %s was disconnected: %s", one.name, error)
         finally:
             if sending is not None:
@@ -98,10 +103,10 @@ class Hub:
                 await asyncio.gather(sending, return_exceptions=True)
             if one in self.subscriptions:
                 self.subscriptions.remove(one)
-            one.link.close()
+            await one.link.close()
 
     async def _send(self, one: Subscription) -> None:
-        with suppress(OSError):  # the receiving side notices it, too
+        try:
             while True:
                 await one.changed.wait()
                 one.changed.clear()
@@ -119,6 +124,10 @@ class Hub:
                 }
                 image = (target.image.memory, target.image.sums)
                 await one.link.send(LinkMessage(LinkMessageKind.VERSION, content, image))
+        except (OSError, ValueError) as error:  # also one after which it could not be sent anything more
+            _log.info("a subscriber %s was disconnected: %s", one.name, error)
+        finally:
+            one.link.end()
 
     def _take(self, one: Subscription, message: LinkMessage) -> None:
         if message.kind is LinkMessageKind.RECEIVED:
@@ -132,6 +141,6 @@ class Hub:
         one.last_stamp = str(message.content["stamp"])
         for held in self._channels.held.values():
             if held.stamp == one.last_stamp:
-                self._channels.answer(held, one, one.last)
-            elif applied and held.version < version:
-                self._channels.answer(held, one, Answer(one.name, "skipped"))
+                self._channels.answer(held, one.id, one.last)
+            elif applied and held.version < version and one.channel in held.channels:
+                self._channels.answer(held, one.id, Answer(one.name, "skipped"))

@@ -12,11 +12,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import json
 import mmap
 import os
 import time
+import weakref
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -29,14 +31,14 @@ from .._convert.targets import OutTensor, safetensors_layout
 from .._foreign.safetensors import header_bytes, parse_header
 from .._format.checksum import crc32
 from .._format.records import BLOCK_BYTES
-from .._format.safetensors import PREFIX_BYTES
+from .._format.safetensors import PREFIX_BYTES, STAMP
 from .._runtime.descriptors import Descriptor, no_fork
 from .._runtime.memory_maps import MemoryMap, address_of, advise, pieces, populate_read
 from .._runtime.threads import Stop, pause_point
 from .._runtime.torch_probes import dtype_from_name
 from .._staging.arena import touch
 from .._staging.host import move
-from ..errors import ArenaExhaustedError, CorruptCheckpointError, UnsupportedError
+from ..errors import ArenaExhaustedError, CorruptCheckpointError
 
 _SEALS = ("F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE")
 _BUSY_S = 10.0
@@ -66,30 +68,43 @@ class SealedImage:
     memory: Descriptor
     sums: Descriptor
     nbytes: int
+    freed: Callable[[], object]
 
     def close(self) -> None:
-        """Close the descriptors. Processes that have mapped the image keep it."""
+        """Close the descriptors. Processes that have mapped the image keep it. Idempotent."""
         self.memory.close()
         self.sums.close()
+        self.freed()
+
+
+class _ImageMap(MemoryMap):
+    """A map that is not inherited, and is unmapped by ``close()`` as a rule."""
+
+    inherited = False
+
+    def __del__(self) -> None:
+        if not self.closed:
+            super().__del__()
 
 
 class ImageMemory:
-    """The memory of an image that is not complete, mapped for writing."""
+    """The memory of an image that is not complete, mapped for writing. ``freed`` is called when its owner, or that of
+    the sealed image, has closed or dropped it."""
 
-    def __init__(self, nbytes: int) -> None:
-        if not hasattr(os, "memfd_create"):
-            raise UnsupportedError("publishing weights from memory needs Linux; let servers follow a run")
+    def __init__(self, nbytes: int, freed: Callable[[], object]) -> None:
         self.nbytes = nbytes
         try:
             with no_fork():  # a child would have the map, and the image could not be sealed
                 self.descriptor = Descriptor(os.memfd_create("sidestream", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
                 os.ftruncate(self.descriptor.fileno(), nbytes)
-                self._map = mmap.mmap(self.descriptor.fileno(), nbytes)
+                self._map = _ImageMap.of_file(self.descriptor.fileno(), nbytes, mmap.MAP_SHARED)
                 self.address = address_of(self._map)
                 advise(self.address, nbytes, getattr(mmap, "MADV_DONTFORK", -1))
         except OSError as error:
             raise ArenaExhaustedError(f"the system did not grant {nbytes} bytes for a version: {error}") from error
         advise(self.address, nbytes, getattr(mmap, "MADV_HUGEPAGE", -1))
+        self._freed = weakref.finalize(self.descriptor, freed)  # however it ends: an error may drop it anywhere
+        self._freed.atexit = False
 
     def touch(self, stop: Stop) -> None:
         """Fault all pages in, slowly, so that the program is not held up. Fresh pages cost ten times the copy."""
@@ -133,19 +148,26 @@ class ImageMemory:
         """Unmap the memory and seal it, together with the checksums. Blocks."""
         self._unmap()
         _seal(self.descriptor)
-        beside = Descriptor(os.memfd_create("sidestream sums", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        try:
+            with no_fork():
+                beside = Descriptor(os.memfd_create("sidestream sums", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        except OSError as error:
+            raise ArenaExhaustedError(f"the system did not grant memory for checksums: {error}") from error
         content = memoryview(sums).cast("B")
         while content:
             content = content[os.write(beside.fileno(), content) :]
         _seal(beside)
-        return SealedImage(self.descriptor, beside, self.nbytes)
+        return SealedImage(self.descriptor, beside, self.nbytes, self._freed)
 
     def discard(self) -> None:
-        """Free the memory."""
+        """Free the memory. Idempotent."""
         self._unmap()
         self.descriptor.close()
+        self._freed()
 
     def _unmap(self) -> None:
+        if self._map.closed:  # other memory may lie at its addresses by now
+            return
         # Page by page first: unmapping a gigabyte at once holds up all threads that map memory, for some 25 ms.
         for start, nbytes in pieces(self.nbytes):
             advise(self.address + start, nbytes, mmap.MADV_DONTNEED)  # the pages stay in the memfd
@@ -197,7 +219,7 @@ def _seal(descriptor: Descriptor) -> None:
 class MappedImage:
     """A sealed image, mapped privately: what a program writes into a tensor stays in its process.
 
-    ``tensors`` are views of the map, by name. Pages are read when they are touched."""
+    ``tensors`` are views of the map, by all names. Pages are read when they are touched."""
 
     def __init__(self, memory: Descriptor, sums: Descriptor, nbytes: int) -> None:
         for descriptor in (memory, sums):
@@ -209,8 +231,8 @@ class MappedImage:
         self.nbytes = nbytes
         self._sums = array("I", os.pread(sums.fileno(), os.fstat(sums.fileno()).st_size, 0))
         flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-        self._map = MemoryMap(memory.fileno(), nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        self.tensors = dict(_views(self._map, nbytes))
+        self._map = MemoryMap.of_file(memory.fileno(), nbytes, flags)
+        self.tensors = _views(self._map, nbytes)
 
     def make_present(self) -> None:
         """Read all pages, without the GIL, so that no request waits for them."""
@@ -235,14 +257,25 @@ def _seals_of(descriptor: Descriptor) -> int:
         return 0
 
 
-def _views(memory: MemoryMap, nbytes: int) -> Iterable[tuple[str, torch.Tensor]]:
+def _views(memory: MemoryMap, nbytes: int) -> dict[str, torch.Tensor]:
     start = PREFIX_BYTES + header_bytes(memory[:PREFIX_BYTES], nbytes - PREFIX_BYTES, "a version")
-    for name, one in parse_header(memory[PREFIX_BYTES:start], start, nbytes, "a version").items():
+    raw = memory[PREFIX_BYTES:start]
+    found: dict[str, torch.Tensor] = {}
+    for name, one in parse_header(raw, start, nbytes, "a version").items():
         pause_point()
-        yield name, _view(memory, dtype_from_name(one.dtype), one.start, one.sizes, one.nbytes)
+        found[name] = _view(memory, dtype_from_name(one.dtype), one.start, one.sizes, one.nbytes)
+    ties = {other: found[name] for other, name in _first_value(raw).items() if name in found and other not in STAMP}
+    return ties | found
+
+
+def _first_value(raw: bytes) -> Mapping[str, str]:
+    """Return the metadata of a header, where ties are, without decoding all of it again."""
+    text = raw.decode()
+    metadata: Mapping[str, str] = json.JSONDecoder().raw_decode(text, len('{"__metadata__":'))[0]
+    return metadata
 
 
 def _view(memory: mmap.mmap, dtype: torch.dtype, start: int, shape: Sequence[int], nbytes: int) -> torch.Tensor:
     if not nbytes:
-        return torch.empty(*shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=start).view(*shape)
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=start).view(tuple(shape))

@@ -6,9 +6,10 @@ import asyncio
 import json
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .._runtime.descriptors import Descriptor, no_fork
 from .._runtime.messages import NOT_A_MESSAGE, Message, MessageDecoder, message_head
@@ -23,7 +24,7 @@ class LinkMessageKind(IntEnum):
     """The kinds of messages. The number of a message is that of the protocol."""
 
     HELLO = 1
-    """From a subscriber, first: its name and the channel."""
+    """From a subscriber, first: its name, its id, which stays for all its connections, and the channel."""
     VERSION = 2
     """From the publisher: what the channel points at, with two descriptors, of the image and of its checksums."""
     RECEIVED = 3
@@ -53,7 +54,6 @@ class Link:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._loop = asyncio.get_running_loop()
         self._decoder = MessageDecoder(_MOST_BYTES)
         self._messages: deque[Message] = deque()
         self._descriptors: deque[Descriptor] = deque()
@@ -64,13 +64,18 @@ class Link:
         raw = encoded(message)
         async with self._sending:
             sent = 0
-            while not sent:  # the descriptors go with the first byte
-                try:
-                    numbers = [one.fileno() for one in message.descriptors]
-                    sent = socket.send_fds(self._sock, [raw], numbers) if numbers else self._sock.send(raw)
-                except BlockingIOError:
-                    await self._ready(self._loop.add_writer, self._loop.remove_writer)
-            await self._loop.sock_sendall(self._sock, raw[sent:])
+            try:
+                while sent < len(raw):
+                    try:
+                        # The descriptors go with the first byte.
+                        numbers = [] if sent else [one.fileno() for one in message.descriptors]
+                        sent += socket.send_fds(self._sock, [raw[sent:]], numbers)
+                    except BlockingIOError:
+                        await ready(self._sock, "writer")
+            except BaseException:
+                if sent:  # what came next would be taken for the rest of this message
+                    self.end()
+                raise
 
     async def receive(self) -> LinkMessage | None:
         """Wait for the next message. None: the connection has ended. Raises ``OSError``, and ``CorruptCheckpointError``
@@ -82,11 +87,13 @@ class Link:
                     data, numbers, _, _ = socket.recv_fds(self._sock, _MOST_BYTES, _MOST_DESCRIPTORS, flags)
                     self._descriptors.extend(map(Descriptor, numbers))
             except BlockingIOError:
-                await self._ready(self._loop.add_reader, self._loop.remove_reader)
+                await ready(self._sock, "reader")
                 continue
             if not data:
                 return None
             self._messages.extend(self._decoder.feed(data))
+            if len(self._descriptors) > _MOST_DESCRIPTORS * (len(self._messages) + 1):
+                raise CorruptCheckpointError(NOT_A_MESSAGE)
         return self._decoded(self._messages.popleft())
 
     def _decoded(self, message: Message) -> LinkMessage:
@@ -98,25 +105,37 @@ class Link:
             content = json.loads(message.body)
             descriptors = [self._descriptors.popleft() for _ in range(content.pop("descriptors"))]
             return LinkMessage(LinkMessageKind(message.kind), content, descriptors)
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             if isinstance(error, CorruptCheckpointError):
                 raise
             raise CorruptCheckpointError(NOT_A_MESSAGE) from None
 
-    async def _ready(self, add: Callable[..., object], remove: Callable[..., object]) -> None:
-        ready = self._loop.create_future()
-        add(self._sock, _resolve, ready)
-        try:
-            await ready
-        finally:
-            remove(self._sock)
+    def end(self) -> None:
+        """End the connection: both sides notice it, and every wait for it ends."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
-    def close(self) -> None:
-        self._sock.close()
+    async def close(self) -> None:
+        """End the connection, and close the socket when nothing is sent any more."""
+        self.end()
+        async with self._sending:
+            self._sock.close()
         for one in self._descriptors:
             one.close()
 
 
-def _resolve(ready: asyncio.Future[None]) -> None:
-    if not ready.done():
-        ready.set_result(None)
+async def ready(sock: socket.socket, side: Literal["reader", "writer"]) -> None:
+    """Wait until a socket can be read from, or written to."""
+    loop = asyncio.get_running_loop()
+    add, remove = (loop.add_reader, loop.remove_reader) if side == "reader" else (loop.add_writer, loop.remove_writer)
+    found = loop.create_future()
+    add(sock, _resolve, found)
+    try:
+        await found
+    finally:
+        remove(sock)
+
+
+def _resolve(found: asyncio.Future[None]) -> None:
+    if not found.done():
+        found.set_result(None)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -21,6 +22,7 @@ from ..errors import (
     InvalidOptionError,
     MissingKeysError,
     ShapeMismatchError,
+    SidestreamError,
     SkippedError,
     StaleVersionError,
     StateMismatchError,
@@ -173,7 +175,7 @@ class Live:
             with self._lock:
                 shell.readings.pop(reading, None)
                 waiter = self._claim_for_next(shell)
-            _resolve(waiter, shell)
+            self._freed(waiter, shell)
 
     async def _changed(self, served: ServedVersion | None) -> None:
         """Wait until other weights are served than ``served``, on any loop."""
@@ -288,6 +290,20 @@ class Live:
         """Drop the memory of the version that a claimed shell had, so that the next one can use it."""
         await io_threads().run(self._shells.clear, shell)
 
+    def _freed(self, waiter: ThreadFuture[Shell] | None, shell: Shell) -> None:
+        """Give a shell that is not used any more to what waits for it, or drop its memory, in a thread."""
+        _resolve(waiter, shell)
+        if waiter is None and shell.filled and self._is_free(shell):
+            with suppress(RuntimeError, SidestreamError):  # without a thread it stays until the next version comes
+                io_threads().submit(self._clear_unused, shell)
+
+    def _clear_unused(self, shell: Shell) -> None:
+        with shell.changing:  # what claims it now fills it later
+            with self._lock:
+                free = self._is_free(shell)
+            if free:
+                self._shells.clear(shell)
+
     async def _serve(
         self, shell: Shell, tensors: Mapping[str, torch.Tensor], stamp: str, version: int | None, save_id: str
     ) -> None:
@@ -302,7 +318,7 @@ class Live:
             waiter = self._claim_for_next(before.shell)
         for changed in changes:
             changed.set_result(None)
-        _resolve(waiter, before.shell)
+        self._freed(waiter, before.shell)
 
     # --- state ---
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 from .._convert.chosen import choose_saved, choose_staged
 from .._convert.selection import Selection
-from .._convert.source import open_source
+from .._convert.source import Source, open_source
 from .._convert.streamed import pieces_of
 from .._engine.calls import as_operation, in_operation
 from .._group import Operation
@@ -41,6 +41,7 @@ from ..errors import (
     StateMismatchError,
     UnsupportedTensorError,
     listed,
+    os_errors_as,
 )
 from ..options import (
     Dtypes,
@@ -52,7 +53,7 @@ from ..options import (
     check_timeout,
     plain_integer,
 )
-from .channels import Answer, Channels, HeldVersion
+from .channels import Answer, Channels, HeldVersion, check_channel
 from .home import SCHEME, Home, check_system
 from .hub import Hub
 from .images import ImageLayout, ImageMemory, SealedImage
@@ -160,8 +161,11 @@ class Publisher:
         timeout_s: The limit of ``publish()``, in seconds.
 
     Raises:
-        InvalidOptionError: An argument is wrong.
+        InvalidOptionError: An argument is wrong, or, when it is entered, others have access to the home.
         UnsupportedError: The system is not Linux.
+        PublisherRunningError: When it is entered: another publisher has the home.
+        CorruptCheckpointError: When it is entered: the file with the epoch is damaged.
+        StorageError: When it is entered: the home cannot be made or written to.
     """
 
     def __init__(
@@ -193,10 +197,13 @@ class Publisher:
         self._stager, self._own_stager = stager, stager is None
         self._timeout_s = timeout_s
         self._images = _Images(budget_bytes)
-        self._channels = Channels(keep, self._drop)
+        self._channels = Channels(keep)
         self._lock = threading.Lock()
-        self._last = -1
-        self._looks: dict[str, tuple[str, tuple[int, ...]]] | None = None
+        self._published = -1
+        self._begun: set[int] = set()
+        """The numbers of the versions that are being made."""
+        self._looks: _Looks | None = None
+        """Those of all versions, known from the first one on."""
         self._home: Home | None = None
         self._hub: Hub | None = None
 
@@ -214,12 +221,13 @@ class Publisher:
     async def _open(self) -> None:
         if self._home is not None:
             raise ClosedError("this publisher was entered before: make a new one")
-        home = await io_threads().run(Home, self._path)
-        try:
-            listener = await io_threads().run(home.listen)
-        except BaseException:
-            home.close()
-            raise
+        with os_errors_as("opening the home of a publisher", self._path):
+            home = await io_threads().run(Home, self._path)
+            try:
+                listener = await io_threads().run(home.listen)
+            except BaseException:
+                home.close()
+                raise
         self._home, self._hub = home, Hub(self._channels, listener)
         if self._stager is None:
             self._stager = AsyncStager(timeout_s=self._timeout_s)
@@ -277,31 +285,35 @@ class Publisher:
             UnsupportedTensorError: The state has tensors that are divided among ranks: publish with a save.
             ClosedError: The publisher is not open.
         """
-        sink = _VersionSink(self, self._taken(version), _checked(metadata), channel)
-        stager = self._stager
-        assert stager is not None
-        captured = capture(state, copy_value)
-        if captured.sharded:
-            raise UnsupportedTensorError(
-                "the state has tensors that are divided among ranks: save it with publish=, which publishes the "
-                "committed checkpoint"
-            )
-        deadline = Deadline.after(self._timeout_s)
-        staging: Staging[SavePlan] = stager.prepare(captured, deadline, passes=True)
+        sink = self._sink(version, metadata, channel)
         pending = PendingVersion(sink)
+        staging: Staging[SavePlan] | None = None
         try:
+            captured = capture(state, copy_value)
+            if captured.sharded:
+                raise UnsupportedTensorError(
+                    "the state has tensors that are divided among ranks: save it with publish=, which publishes the "
+                    "committed checkpoint"
+                )
+            stager, deadline = self._stager, Deadline.after(self._timeout_s)
+            assert stager is not None
+            staging = stager.prepare(captured, deadline, passes=True)
             pending.follow(staging.free)
             stager.enqueue(staging, partial(self._lay_out, stager))
-            stager.wait_if_eager(staging)
             pending.begin_alone(partial(_published_alone, sink, staging, deadline))
+            # Last: copies of a state that is larger than the memory wait for the windows that this version releases.
+            stager.wait_if_eager(staging)
         except BaseException:
-            staging.release()
+            if staging is not None:
+                staging.release()
+            pending.drop()
             raise
         return pending
 
     def _lay_out(self, stager: AsyncStager, captured: Captured) -> SavePlan:
         plan = SavePlan.of(stager.plans, stager.budget_bytes, captured)
-        self._choose(plan)  # what cannot be published is refused before anything is copied
+        chosen, _ = choose_staged(self, plan, self.url)
+        self._check(_looks_of(chosen))  # what cannot be published is refused before anything is copied
         return plan
 
     def version(
@@ -323,36 +335,35 @@ class Publisher:
         """Return the sink of a save whose step is the version. Called by the save."""
         if step is None:
             raise InvalidOptionError("a save outside of a run has no step: pass publish=publisher.version(120)")
-        return _VersionSink(self, self._taken(step), _checked(metadata), "stable")
+        return self._sink(step, metadata, "stable")
 
-    def _taken(self, version: int) -> int:
-        """Return the number of a version, which no other version has from now on."""
-        version = plain_integer(version)
+    def _sink(self, version: int, metadata: Mapping[str, Any] | None, channel: str | None) -> _VersionSink:
+        """Return the sink of a version, whose number no other one can have until it has failed. Raises what is wrong
+        with the arguments."""
+        version, metadata = plain_integer(version), _checked(metadata)
         if type(version) is not int or not 0 <= version < 1 << 63:
             raise InvalidOptionError(f"version={version!r} has to be a number, 0 or higher")
+        if channel is not None:
+            check_channel(channel)
         epoch = self._open_home().epoch
         with self._lock:
-            if version <= self._last:
+            last = max([self._published, *self._begun])
+            if version <= last:
                 raise InvalidOptionError(
-                    f"version {version} is not higher than {self._last}, the last one of epoch {epoch}: to serve older "
+                    f"version {version} is not higher than {last}, the last one of epoch {epoch}: to serve older "
                     "weights use rollback() or promote(), or publish them under a new number"
                 )
-            self._last = version
-        return version
+            self._begun.add(version)
+        return _VersionSink(self, version, metadata, channel)
 
-    def _choose(self, plan: SavePlan) -> tuple[Selection, Mapping[int, Any]]:
-        """Choose the tensors of a version. Raises ``StateMismatchError`` if they differ from those of the versions
-        before: a subscriber could not serve them."""
-        chosen, by_item = choose_staged(self, plan, self.url)
-        self._check_looks(chosen)
-        return chosen, by_item
-
-    def _check_looks(self, chosen: Selection) -> None:
-        looks = {one.fqn: (one.dtype, one.shape) for one in chosen.tensors}
+    def _ended(self, version: int) -> None:
         with self._lock:
-            before = self._looks
-            if before is None:
-                self._looks = looks
+            self._begun.discard(version)
+
+    def _check(self, looks: _Looks) -> None:
+        """Raise ``StateMismatchError`` if the tensors differ from those of the versions before: a subscriber could not
+        serve them."""
+        before = self._looks
         if before is None or before == looks:
             return
         lines = [f"{name}: missing" for name in before.keys() - looks.keys()]
@@ -361,6 +372,16 @@ class Publisher:
         lines += [f"{name}: {looks[name]}, and {before[name]} before" for name in changed]
         text = f"{self.url}: all versions of a publisher have the same tensors; start a new one for others:\n  "
         raise StateMismatchError(text + listed(sorted(lines)), sorted(lines))
+
+    def _make_visible(self, held: HeldVersion, looks: _Looks, channel: str | None) -> None:
+        """Let subscribers take up a complete version. Called on the operation loop."""
+        self._open_home()
+        self._check(looks)
+        self._channels.publish(held, channel)
+        with self._lock:
+            self._published, self._looks = held.version, looks
+        self._announce()
+        self._images.touch_ahead(held.image.nbytes)
 
     # --- channels ---
 
@@ -377,7 +398,8 @@ class Publisher:
             ClosedError: The publisher is not open.
         """
         self._open_home()
-        self._channels.promote(channel, version)
+        check_channel(channel)
+        self._channels.promote(channel, plain_integer(version))
         self._announce()
 
     @as_operation
@@ -402,10 +424,6 @@ class Publisher:
     def _announce(self) -> None:
         if self._hub is not None:
             self._hub.announce()
-
-    def _drop(self, held: HeldVersion) -> None:
-        held.image.close()
-        self._images.free(held.image.nbytes)
 
     def health(self) -> PublisherHealth:
         """Return the state: versions, channels and subscribers.
@@ -443,9 +461,7 @@ class NumberedVersion:
     channel: str | None
 
     def sink(self, step: int | None, metadata: Mapping[str, Any] | None) -> _VersionSink:
-        chosen = metadata if self.metadata is None else self.metadata
-        publisher = self.publisher
-        return _VersionSink(publisher, publisher._taken(self.number), _checked(chosen), self.channel)
+        return self.publisher._sink(self.number, metadata if self.metadata is None else self.metadata, self.channel)
 
 
 def _checked(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -460,6 +476,14 @@ def _checked(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return found
 
 
+_Looks: TypeAlias = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Dtype and shape of each tensor of a version."""
+
+
+def _looks_of(chosen: Selection) -> _Looks:
+    return {one.fqn: (one.dtype, one.shape) for one in chosen.tensors}
+
+
 def _record(held: HeldVersion) -> PublishedVersion:
     return PublishedVersion(held.stamp, held.epoch, held.version, held.image.nbytes, held.save_id)
 
@@ -468,8 +492,8 @@ async def _published_alone(sink: _VersionSink, staging: Staging[SavePlan], deadl
     """Publish a state that is not saved, and release its memory."""
     try:
         with time_limit(deadline):
-            image = await read_in_thread(FirstReader(staging), sink.draw)
-            return await sink.make_visible(image, "")
+            image, looks = await read_in_thread(FirstReader(staging), sink.draw)
+            return sink.make_visible(image, looks, "")
     finally:
         staging.release()
         await run_shielded(copies_ended, staging, _GRACE_S)
@@ -494,42 +518,40 @@ class _VersionSink:
     async def prepare(self, save: Save) -> None:
         """Do nothing: all that is needed is in the state."""
 
-    def read(self, snapshot: SnapshotReader[Any], save: Save, stop: Stop) -> SealedImage:
+    def read(self, snapshot: SnapshotReader[Any], save: Save, stop: Stop) -> tuple[SealedImage, _Looks]:
         return self.draw(snapshot, stop)
 
-    def draw(self, snapshot: SnapshotReader[SavePlan] | FirstReader[SavePlan], stop: Stop) -> SealedImage:
+    def draw(
+        self, snapshot: SnapshotReader[SavePlan] | FirstReader[SavePlan], stop: Stop
+    ) -> tuple[SealedImage, _Looks]:
         """Copy the chosen tensors of the snapshot into an image. Called in a thread."""
         plan = snapshot.plan(stop)
-        chosen, by_item = self.publisher._choose(plan)
+        chosen, by_item = choose_staged(self.publisher, plan, self.url)
+        looks = _looks_of(chosen)
+        self.publisher._check(looks)
         layout = ImageLayout.of([by_item[item] for item in sorted(by_item)], chosen.aliases)
-        images = self.publisher._images
-        memory = images.take(layout.nbytes)
+        memory = self.publisher._images.take(layout.nbytes)
         parts = pieces_of(snapshot, plan, by_item, stop)
         try:
-            return memory.seal(memory.fill(layout, parts, stop))
+            return memory.seal(memory.fill(layout, parts, stop)), looks
         except BaseException:
-            images.discard(memory)
+            memory.discard()
             raise
         finally:
             parts.close()
 
-    async def finish(self, read: SealedImage, save: Save) -> PublishedVersion:
-        return await self.make_visible(read, save.save_id)
+    async def finish(self, read: tuple[SealedImage, _Looks], save: Save) -> PublishedVersion:
+        return self.make_visible(*read, save.save_id)
 
-    async def make_visible(self, image: SealedImage, save_id: str) -> PublishedVersion:
+    def make_visible(self, image: SealedImage, looks: _Looks, save_id: str) -> PublishedVersion:
         """Let subscribers take up a complete image."""
-        publisher = self.publisher
         try:
-            epoch = publisher._open_home().epoch
-            held = HeldVersion(epoch, self.version, image, save_id, self.metadata)
-            publisher._channels.publish(held, self.channel)
+            held = HeldVersion(self.publisher.epoch, self.version, image, save_id, self.metadata)
+            self.publisher._make_visible(held, looks, self.channel)
         except BaseException:
             image.close()
-            publisher._images.free(image.nbytes)
             raise
         self._held = held
-        publisher._announce()
-        publisher._images.touch_ahead(image.nbytes)
         return _record(held)
 
     async def undo(self, error: BaseException) -> None:
@@ -544,25 +566,22 @@ class _VersionSink:
                     "any more"
                 )
             chosen = await io_threads().run(choose_saved, self.publisher, opened, self.url)
-            self.publisher._check_looks(chosen)
+            looks = _looks_of(chosen)
+            self.publisher._check(looks)
             layout = ImageLayout.of(chosen.tensors, chosen.aliases)
-            images = self.publisher._images
-            memory = await io_threads().run(images.take, layout.nbytes)
+            memory = await io_threads().run(self.publisher._images.take, layout.nbytes)
             try:
-                targets = memory.targets(layout, chosen.tensors)
-                wanted = []
-                for name, target in targets.items():
-                    entry = opened.tensors[chosen.origin[name]].entry
-                    wanted.append(Wanted(name, entry, Box.whole(entry.shape), target))
-                await Reader(opened.files, "always").read(wanted, own=True)
-                del targets, target
+                await _read_into(memory, layout, opened, chosen)
                 image = await io_threads().run(memory.complete, layout)
             except BaseException:
-                await io_threads().run(images.discard, memory)
+                await run_shielded(io_threads().run, memory.discard)
                 raise
         finally:
             await opened.aclose()
-        return await self.make_visible(image, save.save_id)
+        return self.make_visible(image, looks, save.save_id)
+
+    def ended(self) -> None:
+        self.publisher._ended(self.version)
 
     async def applied(self, count: int, timeout_s: float | None) -> AppliedReport:
         check_count("count", count)
@@ -586,6 +605,15 @@ class _VersionSink:
         return report
 
 
+async def _read_into(memory: ImageMemory, layout: ImageLayout, opened: Source, chosen: Selection) -> None:
+    """Read the chosen tensors of a checkpoint to their places in an image."""
+    wanted = []
+    for name, target in memory.targets(layout, chosen.tensors).items():
+        entry = opened.tensors[chosen.origin[name]].entry
+        wanted.append(Wanted(name, entry, Box.whole(entry.shape), target))
+    await Reader(opened.files, "always").read(wanted, own=True)
+
+
 @dataclass(frozen=True, slots=True)
 class _Spare:
     """Memory that is touched ahead, in a thread, until ``stop``."""
@@ -601,7 +629,7 @@ class _Images:
 
     def __init__(self, budget_bytes: int | None) -> None:
         self._budget_bytes = budget_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # memory may be freed by a garbage collection
         self._used = 0
         self._spare: _Spare | None = None
         self._threads = Threads("sidestream-touch", 1)
@@ -618,7 +646,7 @@ class _Images:
         if spare is not None and spare.nbytes == nbytes:
             return spare
         if spare is not None:
-            self.discard(spare)
+            spare.discard()
         with self._lock:
             if not self._fits(nbytes):
                 raise ArenaExhaustedError(
@@ -633,9 +661,9 @@ class _Images:
 
     def _made(self, nbytes: int) -> ImageMemory:
         try:
-            return ImageMemory(nbytes)
+            return ImageMemory(nbytes, partial(self._free, nbytes))
         except BaseException:
-            self.free(nbytes)
+            self._free(nbytes)
             raise
 
     def _taken_spare(self) -> ImageMemory | None:
@@ -648,24 +676,19 @@ class _Images:
             return spare.touched.result()  # after a few milliseconds: it is touched piece by piece
         return None
 
-    def free(self, nbytes: int) -> None:
-        """Count the memory of a version as free."""
+    def _free(self, nbytes: int) -> None:
         with self._lock:
             self._used -= nbytes
-
-    def discard(self, memory: ImageMemory) -> None:
-        """Free memory that no version was made of."""
-        memory.discard()
-        self.free(memory.nbytes)
 
     def touch_ahead(self, nbytes: int) -> None:
         """Touch memory for the next version in the background, if it fits into the budget."""
         with self._lock:
             if self._closed or self._spare is not None or not self._fits(nbytes):
                 return
-            self._used += nbytes
             stop = Stop()
-            self._spare = _Spare(nbytes, stop, self._threads.submit(self._touch, nbytes, stop))
+            with suppress(RuntimeError):  # the system starts no thread: the next version touches its memory itself
+                self._spare = _Spare(nbytes, stop, self._threads.submit(self._touch, nbytes, stop))
+                self._used += nbytes
 
     def _touch(self, nbytes: int, stop: Stop) -> ImageMemory:
         memory = self._made(nbytes)
@@ -677,5 +700,5 @@ class _Images:
         with self._lock:
             self._closed = True
         if (spare := self._taken_spare()) is not None:
-            self.discard(spare)
+            spare.discard()
         self._threads.close()

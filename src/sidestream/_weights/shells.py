@@ -7,6 +7,7 @@ device a shell has memory of its own, into which each version is copied.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -37,13 +38,16 @@ class Shell:
     """One copy. ``module`` is None for a mapping of tensors, which are then in ``tensors`` alone.
 
     ``readings`` are the ones that use it, the oldest first. A shell is claimed while it is changed. ``used`` are events
-    of devices, the last of each stream: until then readings that have ended may still use its memory."""
+    of devices, the last of each stream: until then readings that have ended may still use its memory. ``filled``: it
+    has the host memory of a version. ``changing`` is locked by the thread that changes its tensors."""
 
     module: torch.nn.Module | None
     tensors: dict[str, torch.Tensor]
     readings: dict[Any, None] = field(default_factory=dict)
     claimed: bool = False
     used: dict[Any, tuple[Hashable, Any]] = field(default_factory=dict)
+    filled: bool = False
+    changing: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Shells:
@@ -61,6 +65,7 @@ class Shells:
         self.leaders = {name: place.names[0] for place in self.places.values() for name in place.names}
         devices = {place.device for place in self.places.values()}
         self._devices = sorted((one for one in devices if one.type != "cpu"), key=str)
+        self._on_host = any(place.device.type == "cpu" for place in self.places.values())
         self.empty = any(tensor.is_meta for tensor in tensors.values())
         """Whether there are no weights before the first version, because the tensors had none."""
         with torch.inference_mode(False), torch.no_grad():
@@ -103,11 +108,14 @@ class Shells:
         return torch.nn.Parameter(made, requires_grad=False) if isinstance(given, torch.nn.Parameter) else made
 
     def clear(self, shell: Shell) -> None:
-        """Drop the host memory of a claimed shell, so that it can be used again. Called in a thread."""
+        """Drop the host memory of a shell that is claimed, or ``changing``. Called in a thread."""
+        if not shell.filled:
+            return
         for name, place in self.places.items():
             pause_point()
             if place.device.type == "cpu":
                 self._set(shell, place, name, _no_memory(place))
+        shell.filled = False
 
     async def fill(self, shell: Shell, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put a version into a claimed shell: ``tensors`` by the first names of their places."""
@@ -118,7 +126,8 @@ class Shells:
         own = streams.apart()
         own.wait_for(shell.used.values())
         shell.used.clear()
-        with torch.inference_mode(False), torch.no_grad(), own.current("weights"):
+        with shell.changing, torch.inference_mode(False), torch.no_grad(), own.current("weights"):
+            shell.filled = self._on_host
             for name, place in self.places.items():
                 pause_point()
                 if place.device.type == "cpu":

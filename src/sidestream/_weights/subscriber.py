@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from ..errors import (
     StorageError,
     printable,
 )
+from .channels import check_channel
 from .following import Candidate, Follower, NotServed
 from .home import connect, path_of
 from .images import MappedImage
@@ -40,7 +41,7 @@ _PAUSES_S = (0.02, 0.05, 0.1, 0.25, 0.5)
 """Before a publisher is looked for again."""
 _POLL_S = 1.0
 _MOST_REASON = 2000
-_log = logging.getLogger("sidestream")
+_MOST_NAME = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,9 @@ class _Announced:
         return f"e{self.content['epoch']}.v{self.content['version']}"
 
     @property
-    def order(self) -> tuple[int, int]:
-        return self.content["epoch"], self.content["revision"]
+    def epoch(self) -> int:
+        epoch: int = self.content["epoch"]
+        return epoch
 
 
 @public
@@ -100,7 +102,7 @@ class VersionImage(Displayed):
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The tensors by name. Of tied ones there is the first."""
+        """The tensors by name. Tied names have one tensor."""
         return MappingProxyType(self._image.tensors)
 
     @as_operation
@@ -149,18 +151,24 @@ class Subscriber:
         self._path = path_of(url)
         self.url = url
         """The URL of the publisher."""
+        check_channel(channel)
+        if name is not None and not isinstance(name, str):
+            raise InvalidOptionError(f"name={name!r} has to be a text")
         self._channel = channel
-        self._name = name or f"{os.uname().nodename}:{os.getpid()}"
+        self._name = (name or f"{os.uname().nodename}:{os.getpid()}")[:_MOST_NAME]
+        self._id = uuid.uuid4().hex
         self._announced: _Announced | None = None
         self._link: Link | None = None
         self._problem: ConnectionError | None = None
         self._heard: float | None = None
         self._changes = 0
         """How often something has changed."""
+        self._received = 0
+        """How many versions have been received."""
         self._changed: asyncio.Event | None = None
         self._task: asyncio.Task[None] | None = None
         self._closed = False
-        self._yielded: tuple[int, int] = (0, 0)
+        self._yielded = ""
 
     async def __aenter__(self) -> Subscriber:
         await in_operation(self._open, "Subscriber")
@@ -198,9 +206,10 @@ class Subscriber:
         while True:
             self._check()
             announced, seen = self._announced, self._changes
-            if announced is not None and announced.order != self._yielded:
-                self._yielded = announced.order
-                return await io_threads().run(VersionImage, self, announced)
+            if announced is not None and announced.stamp != self._yielded:
+                image = await io_threads().run(VersionImage, self, announced)
+                self._yielded = announced.stamp
+                return image
             await self._wait_for_change(seen, None)
 
     def following(
@@ -264,23 +273,20 @@ class Subscriber:
     async def _connect_again_and_again(self) -> None:
         tries = 0
         while True:
+            received = self._received
             try:
-                sock = await io_threads().run(connect, self._path)
-            except OSError as error:
-                self._lost(f"{type(error).__name__}: {error}")
-            else:
-                tries = 0
-                self._link = link = Link(sock)
+                link = Link(await io_threads().run(connect, self._path))
+                self._link = link
                 try:
                     await self._listen(link)
                     self._lost("it has ended")
-                except (OSError, CorruptCheckpointError, LookupError, TypeError) as error:
-                    self._lost(f"{type(error).__name__}: {error}")
                 finally:
                     self._link = None
-                    link.close()
+                    await link.close()
+            except (OSError, CorruptCheckpointError, LookupError, TypeError, ValueError) as error:
+                self._lost(f"{type(error).__name__}: {error}")
+            tries = 0 if self._received > received else tries + 1
             await asyncio.sleep(_PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
-            tries += 1
 
     def _lost(self, why: str) -> None:
         since = "" if self._heard is None else f", since {time.strftime('%H:%M:%S')}"
@@ -289,7 +295,8 @@ class Subscriber:
             self._notify()
 
     async def _listen(self, link: Link) -> None:
-        await link.send(LinkMessage(LinkMessageKind.HELLO, {"name": self._name, "channel": self._channel}))
+        hello = {"name": self._name, "id": self._id, "channel": self._channel}
+        await link.send(LinkMessage(LinkMessageKind.HELLO, hello))
         self._problem, self._heard = None, time.monotonic()
         self._notify()
         while (message := await link.receive()) is not None:
@@ -298,9 +305,15 @@ class Subscriber:
                 continue
             memory, sums = message.descriptors
             announced, before = _Announced(message.content, memory, sums), self._announced
-            if before is None or announced.order[0] >= before.order[0]:  # otherwise it is of an epoch that has ended
+            self._received += 1
+            if before is not None and announced.epoch < before.epoch:
+                self._problem = ConnectionError(
+                    f"{self.url} has a publisher of epoch {announced.epoch}, and one of epoch {before.epoch} came "
+                    "before: the file with the epoch was lost; start this subscriber anew to follow it"
+                )
+            else:
                 self._announced = announced
-                self._notify()
+            self._notify()
             del announced, before, memory, sums, message  # or they would keep the memory until the next one comes
             await link.send(LinkMessage(LinkMessageKind.RECEIVED, {}))
 
