@@ -2,14 +2,14 @@
 
     python benchmarks/publishing.py [--rounds N] [--json FILE]
 
-A trainer publishes, and a server in a process of its own serves each version (``Live``). In each round: ``copy`` is one
-copy of the bytes by one thread of numpy, between touched pages. ``staged`` and ``published`` are the times from the call
-of ``publish``, and ``image`` is from the one to the other, with the checksums. ``first reading`` is the time until a
-reading in the server has the new version. ``attach`` maps an image and makes its views, ``present`` reads its pages.
-``save + load`` is a durable save to tmpfs and a load into existing tensors. ``pause`` is the latest tick of a 1 ms ticker
-on the trainer's loop from the call to the publication, ``idle`` that of a loop that does nothing. The next version's
-memory has been touched before each publication; ``touching`` is how long that took, and ``pause, touching`` the latest
-tick meanwhile. ``image, not touched`` is a publication whose memory is fresh: the first one, or beyond the budget.
+A trainer publishes, and a server in a process of its own serves each version (``Live``). In each round: ``copy`` is
+one copy of the bytes by one thread of numpy, between touched pages. ``staged`` and ``published`` are the times from the
+call of ``publish``, and ``image`` is from the one to the other, with the checksums. ``first reading`` is the time until
+a reading in the server has the new version. ``attach`` maps an image and makes its views, ``present`` reads its pages.
+``save + load`` is a durable save to tmpfs and a load into existing tensors. ``pause`` is the latest tick of a 1 ms
+ticker on the trainer's loop from the call to the publication, ``idle`` that of a loop that does nothing. The next
+version's memory has been touched before each publication; ``touching`` is how long that took after the version before,
+and ``pause, touching`` the latest tick meanwhile. ``image, not touched`` is the first version, whose memory is fresh.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ async def idle_pause() -> float:
 async def measure(count: int, elements: int, rounds: int) -> list[dict[str, float]]:
     state = {f"t{index}": torch.ones(elements) for index in range(count)}
     nbytes = count * elements * 4
+    into = {name: torch.empty_like(tensor) for name, tensor in state.items()}
     ones, others = np.ones(nbytes // 4, np.float32), np.ones(nbytes // 4, np.float32)
     here, there = multiprocessing.get_context("spawn").Pipe()
     found = []
@@ -87,11 +88,11 @@ async def measure(count: int, elements: int, rounds: int) -> list[dict[str, floa
                 line["first reading"] = at - start
                 async with ticking() as late:
                     start = time.monotonic()
-                    while not publisher._memory.spare_is_touched():
-                        await asyncio.sleep(0.001)
+                    if (spare := publisher._versions.memory._spare) is not None:
+                        await asyncio.wrap_future(spare.touched)
                     line["touching"] = time.monotonic() - start
                 line["pause, touching"] = max(late, default=0.0)
-                image = publisher._versions_held()[-1].image
+                image = publisher._versions.channels.held[number].image
                 start = time.perf_counter()
                 mapped = MappedImage(image.memory, image.sums, image.nbytes)
                 line["attach"] = time.perf_counter() - start
@@ -101,7 +102,6 @@ async def measure(count: int, elements: int, rounds: int) -> list[dict[str, floa
                 del mapped
                 start = time.perf_counter()
                 await sidestream.save(state, f"{directory}/step-{number}")
-                into = {name: torch.empty_like(tensor) for name, tensor in state.items()} if fresh else into
                 await sidestream.load(into, f"{directory}/step-{number}")
                 line["save + load"] = time.perf_counter() - start
                 await sidestream.remove(f"{directory}/step-{number}")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ._weights.following import Candidate, Follower, FollowerHealth
 from ._weights.live import Live, LiveHealth, ServedReading
-from ._weights.publisher import AppliedReport, PublishedVersion, Publisher, PublisherHealth
+from ._weights.publisher import Publisher, PublisherHealth
 from ._weights.subscriber import Subscriber, VersionImage
+from ._weights.versions import AppliedReport, PublishedVersion
 from .options import strip_prefix
 
 __all__ = [

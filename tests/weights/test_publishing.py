@@ -118,6 +118,11 @@ def home(tmp_path: Path) -> Path:
 # --- from a state to readings ---
 
 
+def counted(publisher: sidestream.Publisher) -> int:
+    health = publisher.health()
+    return health.spare_bytes + sum(health.versions.values())
+
+
 async def test_a_version_is_served_with_its_stamp(home: Path) -> None:
     live = Live(Tell())
     async with (
@@ -313,7 +318,7 @@ async def test_what_channels_point_at_is_held_and_the_rest_is_dropped(home: Path
             await publisher.rollback("stable")
         await publisher.promote("old", 4)
         assert list(publisher.health().versions) == ["e1.v4"]
-        publisher._images.close()  # what is touched ahead
+        publisher._versions.memory.close()  # what is touched ahead
         assert len(memfds()) == 2
 
 
@@ -405,13 +410,29 @@ async def test_a_version_that_fails_decides_nothing_for_those_after_it(home: Pat
             await publisher.publish({"other": torch.zeros(1 << 20)}, version=1)
         with pytest.raises(MissingKeysError):
             await Publisher.publish(with_select(publisher, "model.*"), version(1), version=1)
-        publisher.select = None
+        publisher._versions.select = None
         assert (await publisher.publish(version(1), version=1)).stamp == "e1.v1"
 
 
 def with_select(publisher: Publisher, select: str) -> Publisher:
-    publisher.select = select
+    publisher._versions.select = select
     return publisher
+
+
+async def test_versions_of_several_channels_do_not_wait_for_each_other(home: Path) -> None:
+    async with HeldStager() as stager, Publisher(home, stager=stager, keep=1) as publisher:
+        canary = publisher.publish(version(1), version=1, channel="canary")
+        unseen = publisher.publish(version(2), version=2, channel=None)
+        stable = publisher.publish(version(3), version=3)
+        stager.let_go(2)
+        await stable
+        stager.let_go(0)
+        assert (await canary).stamp == "e1.v1"
+        stager.let_go(1)
+        with pytest.raises(SkippedError, match="1 later versions were complete before it"):
+            await unseen
+        assert dict(publisher.health().channels) == {"stable": "e1.v3", "canary": "e1.v1"}
+        assert set(publisher.health().versions) == {"e1.v1", "e1.v3"}
 
 
 async def test_a_later_version_that_is_complete_first_stays(home: Path) -> None:
@@ -420,7 +441,7 @@ async def test_a_later_version_that_is_complete_first_stays(home: Path) -> None:
         stager.let_go(1)
         await second
         stager.let_go()
-        with pytest.raises(SkippedError, match="version 2 was published before it was complete"):
+        with pytest.raises(SkippedError, match="version 2 was complete before it"):
             await first
         assert publisher.health().channels == {"stable": "e1.v2"}
 
@@ -547,8 +568,10 @@ async def test_versions_and_what_is_touched_ahead_share_the_budget(home: Path) -
             await publisher.publish(state, version=7)
         await publisher.promote("other", 6)
         await publisher.publish(state, version=7)
-        assert publisher._images._used == publisher.health().spare_bytes + sum(publisher.health().versions.values())
-    await until(lambda: publisher._images._used == 0)
+        assert publisher._versions.memory._used == publisher.health().spare_bytes + sum(
+            publisher.health().versions.values()
+        )
+    await until(lambda: publisher._versions.memory._used == 0)
 
 
 async def test_the_budget_has_room_again_after_a_version_that_was_cancelled_when_its_image_was_complete(
@@ -573,7 +596,7 @@ async def test_the_budget_has_room_again_after_a_version_that_was_cancelled_when
             go_on.set()
             with pytest.raises(asyncio.CancelledError):
                 await pending
-            await until(lambda: gc.collect() >= 0 and publisher._images._used == 0)
+            await until(lambda: gc.collect() >= 0 and publisher._versions.memory._used == 0)
             reached.clear()
             go_on.clear()
 
@@ -608,7 +631,7 @@ async def test_a_version_that_finds_no_descriptor_fails_by_itself(home: Path, mo
     async with Publisher(home) as publisher:
         with pytest.raises(ArenaExhaustedError, match="Too many open files"):
             await publisher.publish(version(1), version=1)
-        assert publisher._images._used == 0
+        assert publisher._versions.memory._used == 0
         fails = False
         await publisher.publish(version(1), version=1)
 
@@ -619,7 +642,7 @@ async def test_a_subscriber_keeps_what_it_uses_and_nothing_else(home: Path) -> N
         async with weights.following(live):
             for number in range(1, 10):
                 await publisher.publish(version(number), version=number).applied(count=1, timeout_s=60)
-            publisher._images.close()
+            publisher._versions.memory.close()
 
             def mapped() -> int:
                 gc.collect()
@@ -655,7 +678,7 @@ async def test_nobody_can_change_a_version(home: Path) -> None:
         image = await anext(weights)
         announced = weights._announced
         assert announced is not None
-        held = publisher._channels.held[1].image
+        held = publisher._versions.channels.held[1].image
         for descriptor in (announced.memory, announced.sums, held.memory, held.sums):
             number = descriptor.fileno()
             for attempt in attempts(number, os.fstat(number).st_size):
@@ -786,10 +809,10 @@ async def test_a_save_that_fails_beside_its_version(home: Path, tmp_path: Path) 
         else:
             same((await anext(weights)).tensors, version(1))
         # The other way round: the version fails, and the save does not.
-        publisher.select = "nothing.*"
+        publisher._versions.select = "nothing.*"
         info = await sidestream.save(version(2), tmp_path / "b", publish=publisher.version(2))
         assert isinstance(info.published, MissingKeysError)
-        publisher.select = None
+        publisher._versions.select = None
         # Both are cancelled.
         async with HeldStager() as stager:
             pending = sidestream.async_save(version(3), tmp_path / "c", publish=publisher.version(3), stager=stager)
@@ -838,7 +861,9 @@ async def test_a_version_whose_snapshot_is_taken_back_is_made_from_the_checkpoin
             same({name: one for name, one in image.tensors.items() if name != "model.also"}, load_file(file))
             await image.verify()
             assert len(from_checkpoint) == number
-            assert publisher._images._used == publisher.health().spare_bytes + sum(publisher.health().versions.values())
+            assert publisher._versions.memory._used == publisher.health().spare_bytes + sum(
+                publisher.health().versions.values()
+            )
         await all_returned(stager)
 
 

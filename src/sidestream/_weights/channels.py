@@ -64,14 +64,16 @@ class Channels:
         return self.held[pointers[-1]] if pointers else None
 
     def publish(self, one: HeldVersion, channel: str | None) -> None:
-        """Hold a version, and point the channel at it. Raises ``SkippedError`` if a later one was published before."""
-        latest = max(self.held, default=-1)
-        if one.version <= latest:
-            raise SkippedError(f"{one.stamp} was not published: version {latest} was published before it was complete")
+        """Hold a version, and point the channel at it. Raises ``SkippedError`` if a later one came first: to the
+        channel, or without a channel ``keep`` of them."""
+        if channel is not None and (pointers := self.pointers.get(channel)) and one.version < pointers[-1]:
+            raise SkippedError(f"{one.stamp} was not published: version {pointers[-1]} was complete before it")
         self.held[one.version] = one
         if channel is not None:
             self._point(channel, one.version)
         self._drop_unneeded()
+        if one.version not in self.held:
+            raise SkippedError(f"{one.stamp} was not published: {self._keep} later versions were complete before it")
 
     def promote(self, channel: str, version: int) -> None:
         """Point a channel at a held version. Raises ``VersionNotFoundError``."""

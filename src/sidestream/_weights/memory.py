@@ -1,0 +1,103 @@
+"""The memory of versions, within the budget of a publisher."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from .._runtime.threads import Stop, Threads
+from ..errors import ArenaExhaustedError
+from .images import ImageMemory
+
+
+@dataclass(frozen=True, slots=True)
+class _Spare:
+    """Memory that is touched ahead, in a thread, until ``stop``."""
+
+    nbytes: int
+    stop: Stop
+    touched: Future[ImageMemory]
+
+
+class VersionMemory:
+    """The memory of all versions, within a budget. The next version's is touched ahead in a thread of its own, because
+    fresh pages cost ten times the copy into them."""
+
+    def __init__(self, budget_bytes: int | None) -> None:
+        self._budget_bytes = budget_bytes
+        self._lock = threading.RLock()  # memory may be freed by a garbage collection
+        self._used = 0
+        self._spare: _Spare | None = None
+        self._threads = Threads("sidestream-touch", 1)
+        self._closed = False
+
+    @property
+    def spare_bytes(self) -> int:
+        spare = self._spare
+        return 0 if spare is None else spare.nbytes
+
+    def take(self, nbytes: int) -> ImageMemory:
+        """Return memory for an image. Blocks. Raises ``ArenaExhaustedError``."""
+        spare = self._taken_spare()
+        if spare is not None and spare.nbytes == nbytes:
+            return spare
+        if spare is not None:
+            spare.discard()
+        with self._lock:
+            if not self._fits(nbytes):
+                raise ArenaExhaustedError(
+                    f"a version of {nbytes} bytes does not fit: {self._used} of budget_bytes={self._budget_bytes} are "
+                    "in use by versions that are held; raise budget_bytes=, or lower keep="
+                )
+            self._used += nbytes
+        return self._made(nbytes)
+
+    def _fits(self, nbytes: int) -> bool:
+        return self._budget_bytes is None or self._used + nbytes <= self._budget_bytes
+
+    def _made(self, nbytes: int) -> ImageMemory:
+        try:
+            return ImageMemory(nbytes, partial(self._free, nbytes))
+        except BaseException:
+            self._free(nbytes)
+            raise
+
+    def _taken_spare(self) -> ImageMemory | None:
+        with self._lock:
+            spare, self._spare = self._spare, None
+        if spare is None:
+            return None
+        spare.stop.set()
+        with suppress(ArenaExhaustedError):
+            return spare.touched.result()  # after a few milliseconds: it is touched piece by piece
+        return None
+
+    def _free(self, nbytes: int) -> None:
+        with self._lock:
+            self._used -= nbytes
+
+    def touch_ahead(self, nbytes: int) -> None:
+        """Touch memory for the next version in the background, if it fits into the budget."""
+        with self._lock:
+            if self._closed or self._spare is not None or not self._fits(nbytes):
+                return
+            stop = Stop()
+            with suppress(RuntimeError):  # the system starts no thread: the next version touches its memory itself
+                self._spare = _Spare(nbytes, stop, self._threads.submit(self._touch, nbytes, stop))
+                self._used += nbytes
+
+    def _touch(self, nbytes: int, stop: Stop) -> ImageMemory:
+        memory = self._made(nbytes)
+        memory.touch(stop)
+        return memory
+
+    def close(self) -> None:
+        """Free what is touched ahead."""
+        with self._lock:
+            self._closed = True
+        if (spare := self._taken_spare()) is not None:
+            spare.discard()
+        self._threads.close()
