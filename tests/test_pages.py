@@ -19,8 +19,9 @@ def name(page: Path) -> str:
 
 
 def here(page: Path) -> bool:
-    """Whether a tutorial, a page about an integration or that of the command line has commands that run here."""
-    found = pages.commands(page.read_text()) if page.parent != DOCS or page == cli_page.PAGE else []
+    """Whether the quickstart, the page of the command line or a page about an integration has commands that run here."""
+    wanted = page.parent != DOCS or page in (cli_page.PAGE, DOCS / "quickstart.md")
+    found = pages.commands(page.read_text()) if wanted else []
     return bool(found) and not any("torchrun" in one.text for one in found)
 
 
