@@ -19,7 +19,7 @@ def name(page: Path) -> str:
 
 
 def here(page: Path) -> bool:
-    """Whether the quickstart, the page of the command line or a page about an integration has commands that run here."""
+    """Whether this is the quickstart, the command line or a page about an integration, with commands that run here."""
     wanted = page.parent != DOCS or page in (cli_page.PAGE, DOCS / "quickstart.md")
     found = pages.commands(page.read_text()) if wanted else []
     return bool(found) and not any("torchrun" in one.text for one in found)
