@@ -39,7 +39,7 @@ def measured(report: dict[str, Any]) -> str:
     machine = report["machine"]
     taken = (
         f"Measured on {report['date']}, {machine['cores']} cores ({machine['processor']}), torch {machine['torch']}, "
-        f"Python {machine['python']}. {report['notes']}"
+        f"Python {machine['python']}."
     )
     rows = table([Figures(**row) for row in report["figures"]])
     return f"\n```text\n{rows}\n```\n\n{wrap(taken)}\n"
