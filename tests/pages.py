@@ -4,7 +4,7 @@ A page has ``console`` blocks, in which ``$ `` precedes a command and what follo
 block with a title is a file: one in ``examples/`` has to contain the block as it stands, any other is written into the
 directory in which the commands run. A block that cannot run here stands after ``<!-- skip: the reason -->``.
 
-    python tests/pages.py docs/tutorials/one_process.md    # runs the commands, writes what they print into the page
+    python tests/pages.py docs/quickstart.md    # runs the commands, writes what they print into the page
 """
 
 from __future__ import annotations

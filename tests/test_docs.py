@@ -102,6 +102,28 @@ def test_links_lead_to_headings(name: str) -> None:
     assert [link for link in links if link[1] and link[1] not in anchors((ROOT / link[0]).read_text())] == []
 
 
+def test_the_figures_of_the_readme_stand_in_the_benchmarks() -> None:
+    readme = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    tables = (ROOT / "docs" / "benchmarks.md").read_text()
+    storage = tables[tables.index("\n64x16MB: ") :]
+    tokens = tables[tables.index("\na save every 3 s") :]
+
+    def figures(table: str, name: str) -> list[str]:
+        found = re.search(rf"^ *{re.escape(name)}  +(.*)$", table, re.MULTILINE)
+        assert found, name
+        return found[1].split()
+
+    ours, stock, alone = (
+        figures(storage, name) for name in ("sidestream", "dcp.async_save, DefaultStager", "torch.save")
+    )
+    assert f"{float(ours[4]):.1f} ms" in readme
+    assert f"{float(ours[0]):.2f} s." in readme
+    assert f"{float(stock[4]):.0f} ms (`dcp.async_save` with `DefaultStager`)" in readme
+    assert f"{float(alone[0]):.2f} s (`torch.save`" in readme
+    assert f"kept {100 * float(figures(tokens, 'sidestream thread')[2]):.1f} % of its tokens" in readme
+    assert f"torch_checkpointing, kept {100 * float(figures(tokens, 'torch_checkpointing')[2]):.1f} %" in readme
+
+
 def test_finds_and_skips_blocks() -> None:
     text = "a\n```python\nx = 1\n```\n<!-- skip: needs a GPU -->\n```python\nboom\n```\n```bash\nls\n```\n"
     assert blocks(text) == [Block(2, "x = 1\n")]

@@ -1,6 +1,6 @@
 """Docstrings of everything public: what they begin with, and that their sections match the signatures.
 
-``docs/api.md`` says what is public: every name there, with the members that its filters show. Each check is a function
+``docs/api/`` says what is public: every name there, with the members that its filters show. Each check is a function
 that returns what it objects to. The tests run them over the package, and over small wrong examples.
 """
 
@@ -23,7 +23,7 @@ from test_words import RIDDLES, retired_phrases
 from sidestream import errors
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+PAGE = "\n".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "api").glob("*.md")))
 FRAMEWORKS = all(map(find_spec, ("accelerate", "lightning", "transformers")))
 """Whether the frameworks that the tests install are there."""
 MODULES = (

@@ -203,8 +203,8 @@ def test_the_demo_shows_progress_on_a_terminal_only(
     assert ("\r" in written or "\x1b" in written) is terminal
 
 
-def test_the_readme_has_the_figures_of_the_recorded_run() -> None:
-    page = demo_page.README.read_text()
+def test_the_comparison_has_the_figures_of_the_recorded_run() -> None:
+    page = demo_page.PAGE.read_text()
     assert demo_page.with_figures(page, json.loads(demo_page.FIGURES.read_text())) == page
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import cli_page
 import pages
@@ -19,8 +21,9 @@ def name(page: Path) -> str:
 
 
 def here(page: Path) -> bool:
-    """Whether a tutorial, a page about an integration or that of the command line has commands that run here."""
-    found = pages.commands(page.read_text()) if page.parent != DOCS or page == cli_page.PAGE else []
+    """Whether this is the quickstart, the command line or a page about an integration, with commands that run here."""
+    wanted = page.parent != DOCS or page in (cli_page.PAGE, DOCS / "quickstart.md")
+    found = pages.commands(page.read_text()) if wanted else []
     return bool(found) and not any("torchrun" in one.text for one in found)
 
 
@@ -63,3 +66,32 @@ def test_llms_txt_lists_every_page() -> None:
 def test_the_gallery_lists_every_example() -> None:
     listed = set(re.findall(r"examples/(\w+\.py)", (DOCS / "gallery.md").read_text()))
     assert listed == {path.name for path in (pages.ROOT / "examples").glob("*.py")}
+
+
+def test_copy_buttons_copy_commands_and_names_of_the_reference_are_links() -> None:
+    spec = importlib.util.spec_from_file_location("mkdocs_hooks", pages.ROOT / "mkdocs_hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+
+    console = (
+        '<div class="highlight"><pre><code><span class="gp">$ </span>ls<span class="w"> </span>&quot;a&quot;\n'
+        '<span class="go">b</span>\n<span class="gp">$ </span>pwd\n</code></pre></div>'
+    )
+    config = SimpleNamespace(docs_dir=DOCS)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="cli.md"))
+    shown = hooks.on_page_content(console, page, config)
+    assert shown.startswith('<div class="highlight" data-copy="ls &quot;a&quot;\npwd"><pre>')
+    assert (
+        hooks.on_page_content('<div class="highlight"><pre>x</pre>', page, config)
+        == '<div class="highlight"><pre>x</pre>'
+    )
+
+    page.file.src_uri = "api/saving.md"
+    text = "<code>SaveOptions</code> <code>NoSpaceError</code> <code>pathlib</code> <code>docs/ranks.md#runs</code>"
+    assert hooks.on_page_content(text, page, config) == (
+        '<autoref identifier="sidestream.SaveOptions" optional><code>SaveOptions</code></autoref> '
+        '<autoref identifier="sidestream.errors.NoSpaceError" optional><code>NoSpaceError</code></autoref> '
+        '<code>pathlib</code> <a href="../../ranks/#runs">ranks</a>'
+    )

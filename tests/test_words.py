@@ -50,12 +50,11 @@ allowed."""
 
 PLAIN_PAGES = (
     "index", "quickstart", "setups", "saving", "loading", "runs", "staging", "ranks", "writer_process", "exports",
-    "converting", "object_stores", "stores/s3", "stores/gcs", "stores/azure", "stores/others", "stores/own", "security",
-    "reliability", "limits", "errors", "from_dcp", "glossary", "tutorials/one_process", "tutorials/ranks",
-    "tutorials/inference_server", "integrations/asyncio", "integrations/fsdp2", "integrations/transformers",
-    "integrations/lightning", "integrations/ray", "integrations/servers", "integrations/torchtitan", "observability",
-    "from_torch_save", "from_others", "state", "troubleshooting", "comparison", "versions", "gallery", "cli",
-    "live_weights", "integrations/accelerate",
+    "converting", "object_stores", "stores/s3", "stores/gcs", "stores/azure", "stores/others", "stores/own",
+    "security", "reliability", "limits", "errors", "from_dcp", "glossary", "integrations/asyncio",
+    "integrations/fsdp2", "integrations/transformers", "integrations/lightning", "integrations/ray",
+    "integrations/servers", "integrations/torchtitan", "observability", "from_torch_save", "from_others", "state",
+    "troubleshooting", "comparison", "versions", "gallery", "cli", "live_weights", "integrations/accelerate",
 )  # fmt: skip
 """The pages of docs/ whose text has none of ``RIDDLES``. Code does not count."""
 
