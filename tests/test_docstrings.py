@@ -42,6 +42,7 @@ MODULES = (
 
 NOT_CONSTRUCTED = frozenset({
     "sidestream.Checkpoint", "sidestream.Follower", "sidestream.PendingExport", "sidestream.PendingSave",
+    "sidestream.PendingVersion", "sidestream.VersionImage",
     "sidestream.ServedReading", "sidestream.StagedState", "sidestream.StagingFuture", "sidestream.Watch",
     "sidestream.blocking.Checkpoint",
     "sidestream.testing.OperationTests", "sidestream.testing.StoreTests",
@@ -67,6 +68,11 @@ MORE_PARAMETERS: Mapping[str, int] = {
     # take is in save=SaveOptions() and load=LoadOptions().
     "sidestream.Checkpointer": 16,
     "sidestream.blocking.Checkpointer": 16,
+    # A save may produce two things beside the checkpoint, export= and publish=, and says for both where they go.
+    "sidestream.async_save": 12,
+    "sidestream.blocking.async_save": 12,
+    "sidestream.blocking.save": 12,
+    "sidestream.save": 12,
 }
 """Where more are allowed, and why."""
 

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 
 import sidestream
 from sidestream import HF, AsyncStager, Checkpointer, KeepLast, async_save, events, save, strip_prefix
-from sidestream._convert.streamed import Piece, _StreamedFile
+from sidestream._convert.streamed import PayloadPiece, _StreamedFile
 from sidestream._engine.calls import in_operation
 from sidestream._layout import save_layout
 from sidestream._runtime.threads import Stop
@@ -239,7 +239,7 @@ def test_wrong_arguments(options: dict[str, Any]) -> None:
 def test_each_thread_that_writes_a_file_raises_the_error_of_its_content() -> None:
     """Not ``StopIteration`` of the generator that has ended: an export starts over only after ``SnapshotLostError``."""
 
-    def content() -> Generator[Piece]:
+    def content() -> Generator[PayloadPiece]:
         raise SnapshotLostError("taken back")
         yield
 

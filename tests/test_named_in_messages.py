@@ -71,6 +71,7 @@ OBJECTS: Mapping[str, object] = {
     "copy": torch.nn.Module,
     "live": sidestream.Live,
     "module": torch.nn.Module,
+    "publisher": sidestream.Publisher,
     "tensor": torch.Tensor,
 }
 """What a message calls an object of the caller, and its type."""

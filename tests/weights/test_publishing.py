@@ -36,7 +36,7 @@ from sidestream._runtime.threads import Stop
 from sidestream._weights import images
 from sidestream._weights.channels import Channels, HeldVersion
 from sidestream._weights.home import connect
-from sidestream._weights.images import ImageLayout, ImageMemory, SealedImage
+from sidestream._weights.images import ImageMemory, SealedImage, VersionLayout
 from sidestream._weights.links import LinkMessage, LinkMessageKind, encoded
 from sidestream.errors import (
     ArenaExhaustedError,
@@ -333,7 +333,7 @@ def test_a_rollback_forgets_only_what_came_after() -> None:
 
 
 def fake_image() -> SealedImage:
-    layout = ImageLayout.of([], {})
+    layout = VersionLayout.of([], {})
     memory = ImageMemory(layout.nbytes, lambda: None)
     return memory.seal(memory.fill(layout, [], Stop()))
 
@@ -718,7 +718,7 @@ def test_memory_that_may_change_is_not_taken(missing: str) -> None:
 
 async def test_verify_finds_the_block_that_differs() -> None:
     tensors = {"a": torch.arange(1 << 20, dtype=torch.float32)}
-    layout = ImageLayout.of(images_of(tensors), {})
+    layout = VersionLayout.of(images_of(tensors), {})
     memory = ImageMemory(layout.nbytes, lambda: None)
     memory.targets(layout, images_of(tensors))["a"].copy_(tensors["a"])
     sealed = memory.complete(layout)
@@ -839,7 +839,7 @@ async def test_a_version_whose_snapshot_is_taken_back_is_made_from_the_checkpoin
     from_checkpoint: list[ImageMemory] = []
     complete = ImageMemory.complete
 
-    def noted(memory: ImageMemory, layout: ImageLayout) -> SealedImage:
+    def noted(memory: ImageMemory, layout: VersionLayout) -> SealedImage:
         from_checkpoint.append(memory)
         return complete(memory, layout)
 

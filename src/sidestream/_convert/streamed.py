@@ -23,7 +23,7 @@ from .targets import OutTensor, SafetensorsFile
 _PART_BYTES = 16 << 20
 
 
-class Piece(NamedTuple):
+class PayloadPiece(NamedTuple):
     """The next elements of a tensor, which are converted to ``dtype`` when they are copied."""
 
     name: str
@@ -36,7 +36,7 @@ def pieces_of(
     plan: SavePlan,
     by_item: Mapping[int, OutTensor],
     stop: Stop,
-) -> Generator[Piece]:
+) -> Generator[PayloadPiece]:
     """Yield the payloads of these items, window by window."""
     dtypes = {item: dtype for _, dtype, _, item in plan.named_tensors()}
     window_number = first_item = 0
@@ -51,17 +51,17 @@ def pieces_of(
         first_item += len(layout.items)
 
 
-def _piece(one: OutTensor, source: str, view: memoryview) -> Piece:
+def _piece(one: OutTensor, source: str, view: memoryview) -> PayloadPiece:
     if source == one.dtype:
-        return Piece(one.fqn, torch.frombuffer(memory_behind(view), dtype=torch.uint8), torch.uint8)
+        return PayloadPiece(one.fqn, torch.frombuffer(memory_behind(view), dtype=torch.uint8), torch.uint8)
     elements = torch.frombuffer(memory_behind(view), dtype=dtype_from_name(source))
-    return Piece(one.fqn, elements, dtype_from_name(one.dtype))
+    return PayloadPiece(one.fqn, elements, dtype_from_name(one.dtype))
 
 
 class Stream:
     """The bytes of files, one after the other, made from pieces of tensors in the order of the snapshot."""
 
-    def __init__(self, pieces: Generator[Piece]) -> None:
+    def __init__(self, pieces: Generator[PayloadPiece]) -> None:
         self._pieces = pieces
         self._lock = threading.Lock()
         self._files: list[_StreamedFile] = []
@@ -78,10 +78,10 @@ class Stream:
                 file.close()
             self._pieces.close()
 
-    def _content(self, laid: SafetensorsFile) -> Generator[Piece]:
+    def _content(self, laid: SafetensorsFile) -> Generator[PayloadPiece]:
         """Yield the pieces of a file. Pieces that belong at its end are copied and kept until then."""
         yield _bytes_of(laid.header)
-        held: dict[str, list[Piece]] = {one.fqn: [] for one in laid.late}
+        held: dict[str, list[PayloadPiece]] = {one.fqn: [] for one in laid.late}
         left = sum(one.nbytes for one in laid.tensors)
         while left:
             # Pieces arrive in the order of the snapshot, and one at a time: all threads that write parts take them
@@ -97,8 +97,8 @@ class Stream:
             yield from pieces
 
 
-def _bytes_of(content: bytes) -> Piece:
-    return Piece("", torch.frombuffer(bytearray(content), dtype=torch.uint8), torch.uint8)
+def _bytes_of(content: bytes) -> PayloadPiece:
+    return PayloadPiece("", torch.frombuffer(bytearray(content), dtype=torch.uint8), torch.uint8)
 
 
 class _StreamedFile:
@@ -106,11 +106,11 @@ class _StreamedFile:
 
     aligned = False
 
-    def __init__(self, nbytes: int, content: Generator[Piece], lock: threading.Lock) -> None:
+    def __init__(self, nbytes: int, content: Generator[PayloadPiece], lock: threading.Lock) -> None:
         self.nbytes = nbytes
         self._content = content
         self._lock = lock
-        self._left: Piece | None = None
+        self._left: PayloadPiece | None = None
         self._error: BaseException | None = None
         self._made: dict[int, memoryview] = {}
         self.parts: Sequence[_Part] = [

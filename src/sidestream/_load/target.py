@@ -88,7 +88,7 @@ async def hand_over(handover: Handover, timeout_s: float) -> tuple[list[str], li
 
     Returns the names that modules missed, and those that they did not take."""
 
-    async def by_caller(code: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    async def in_caller(code: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         with time_limit(Deadline.after(timeout_s)):
             return await run_by_caller(code, *args, **kwargs)
 
@@ -96,13 +96,13 @@ async def hand_over(handover: Handover, timeout_s: float) -> tuple[list[str], li
     unexpected: list[str] = []
     for start in range(0, len(handover.values), _SLICE):
         # The containers are the caller's, so the caller sets their items, in slices. No other thread may meet them.
-        await by_caller(_assign, handover.values[start : start + _SLICE])
+        await in_caller(_assign, handover.values[start : start + _SLICE])
     # One iteration of the caller's loop for each object: its code may take long, and nothing of ours can divide it.
     for leaf, value in handover.assigned:
-        await by_caller(leaf.holder.__setitem__, leaf.slot, value)
+        await in_caller(leaf.holder.__setitem__, leaf.slot, value)
     for stateful, state_dict in handover.statefuls:
         options = {"strict": False} if stateful.lenient else {}
-        answer = await by_caller(call_load_state_dict, stateful.fqn, stateful.instance, state_dict, **options)
+        answer = await in_caller(call_load_state_dict, stateful.fqn, stateful.instance, state_dict, **options)
         if stateful.lenient:
             missing += [f"{stateful.fqn}.{key}" for key in answer.missing_keys]
             unexpected += [f"{stateful.fqn}.{key}" for key in answer.unexpected_keys]

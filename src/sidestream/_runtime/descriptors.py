@@ -1,7 +1,7 @@
 """Descriptors that forked children must not keep.
 
 A child, such as a worker of a data loader, would keep a connection open after this process has died, so that its peers
-would not notice the death, and it would keep shared memory that everybody else has dropped. Python closes descriptors
+would not notice the death, and it would keep shared memory that all others have dropped. Python closes descriptors
 in programs that a child executes, and not in a child that only forks.
 """
 

@@ -179,7 +179,7 @@ class PendingSave(Displayed, Pending[SaveInfo]):
 
     @property
     def outcomes(self) -> tuple[PendingOutcome, ...]:
-        """Everything that the save produces beside the checkpoint."""
+        """What the save produces beside the checkpoint."""
         return self._outcomes
 
     @property

@@ -80,7 +80,7 @@ class Export(Protocol):
         """Delete the exports of a run except those of the ``keep`` highest steps. Raises what the storage raises."""
 
 
-class VersionSink(Sink, Protocol):
+class PublishingSink(Sink, Protocol):
     """The sink that publishes a version of weights."""
 
     async def applied(self, count: int, timeout_s: float | None) -> Any:
@@ -93,7 +93,7 @@ class VersionSink(Sink, Protocol):
 class Publishes(Protocol):
     """The type of the argument ``publish=``: a ``sidestream.Publisher``, or what its ``version()`` returns."""
 
-    def sink(self, step: int | None, metadata: Mapping[str, Any] | None) -> VersionSink:
+    def sink(self, step: int | None, metadata: Mapping[str, Any] | None) -> PublishingSink:
         """Return the sink of one save, and take the number of its version. Raises what is wrong with the version."""
 
 
@@ -278,9 +278,9 @@ class PendingVersion(PendingOutcome):
     """
 
     _doing = _done = "published to"
-    _sink: VersionSink
+    _sink: PublishingSink
 
-    def __init__(self, sink: VersionSink, context: SinkContext = _no_context) -> None:
+    def __init__(self, sink: PublishingSink, context: SinkContext = _no_context) -> None:
         super().__init__(sink, context)
         self._staged: Waitable[None] = Waitable(f"staging for {sink.url}")
         self.when_done(partial(self._staged.succeed, None))

@@ -69,7 +69,7 @@ class NotServed:
     error: SidestreamError
 
 
-class Source(Protocol):
+class VersionSource(Protocol):
     """Where a ``Follower`` gets versions from. ``pass_over`` and ``served`` are about what ``fetch`` has returned last.
     All coroutines are parts of operations."""
 
@@ -121,7 +121,7 @@ class FollowerHealth(Displayed):
         stamp: The stamp of the version that it has put in place last; None before the first.
         save_id: The id of the save that wrote it.
         served_s: The seconds since then, or since the follower was entered.
-        checked_s: The seconds since it last looked at the run, or heard of the publisher; None before the first time.
+        checked_s: The seconds since it last looked at the run, or got a message of the publisher; None before that.
         problem: The error of its last attempt, which it makes again, or of ``after_swap``, or that the publisher is
             gone. None if there is none.
         passed_over: The versions above it that are not served, and why, by stamp. A newer one that is served ends that.
@@ -159,7 +159,7 @@ class Follower:
     It ends with the block, and what is served then stays.
     """
 
-    def __init__(self, source: Source, live: Live, hooks: tuple[Hook, Hook, Hook]) -> None:
+    def __init__(self, source: VersionSource, live: Live, hooks: tuple[Hook, Hook, Hook]) -> None:
         self._source, self._live = source, live
         self._accept, self._before, self._after_swap = hooks
         self._task: asyncio.Task[None] | None = None

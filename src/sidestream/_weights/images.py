@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._convert.streamed import Piece
+from .._convert.streamed import PayloadPiece
 from .._convert.targets import OutTensor, safetensors_layout
 from .._foreign.safetensors import header_bytes, parse_header
 from .._format.checksum import crc32
@@ -46,7 +46,7 @@ _BUSY_S = 10.0
 begun another program yet."""
 
 
-class ImageLayout(NamedTuple):
+class VersionLayout(NamedTuple):
     """The layout of an image: its header, and where each tensor begins."""
 
     header: bytes
@@ -54,7 +54,7 @@ class ImageLayout(NamedTuple):
     nbytes: int
 
     @classmethod
-    def of(cls, tensors: Sequence[OutTensor], aliases: Mapping[str, str]) -> ImageLayout:
+    def of(cls, tensors: Sequence[OutTensor], aliases: Mapping[str, str]) -> VersionLayout:
         """Lay out ``tensors``, with the further names in ``aliases``. Raises ``UnsupportedTensorError``."""
         (file,), _ = safetensors_layout(tensors, "image", None, aliases)
         ends = list(accumulate((one.nbytes for one in file.tensors), initial=len(file.header)))
@@ -63,7 +63,7 @@ class ImageLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SealedImage:
-    """A complete image that nobody can change, and the CRC-32 of each of its blocks of 1 MiB (``uint32``)."""
+    """A complete image that no process can change, and the CRC-32 of each of its blocks of 1 MiB (``uint32``)."""
 
     memory: Descriptor
     sums: Descriptor
@@ -110,7 +110,7 @@ class ImageMemory:
         """Fault all pages in, slowly, so that the program is not held up. Fresh pages cost ten times the copy."""
         touch(self.address, self.nbytes, busy=stop.is_set)
 
-    def fill(self, layout: ImageLayout, parts: Iterable[Piece], stop: Stop) -> array[int]:
+    def fill(self, layout: VersionLayout, parts: Iterable[PayloadPiece], stop: Stop) -> array[int]:
         """Copy the header and all pieces to their places. Returns the checksums of the blocks. Blocks."""
         sums = _Sums(self.address, layout.nbytes)
         ctypes.memmove(self.address, layout.header, len(layout.header))
@@ -130,14 +130,14 @@ class ImageMemory:
             pause_point()
         return sums.crcs
 
-    def targets(self, layout: ImageLayout, tensors: Iterable[OutTensor]) -> dict[str, torch.Tensor]:
+    def targets(self, layout: VersionLayout, tensors: Iterable[OutTensor]) -> dict[str, torch.Tensor]:
         """Return tensors over the places, for reads from a checkpoint. They must be gone before ``complete``."""
         return {
             one.fqn: _view(self._map, dtype_from_name(one.dtype), layout.starts[one.fqn], one.shape, one.nbytes)
             for one in tensors
         }
 
-    def complete(self, layout: ImageLayout) -> SealedImage:
+    def complete(self, layout: VersionLayout) -> SealedImage:
         """Seal an image whose tensors are in their places. Blocks."""
         ctypes.memmove(self.address, layout.header, len(layout.header))
         sums = _Sums(self.address, layout.nbytes)

@@ -35,7 +35,7 @@ from ..options import (
 )
 from .channels import check_channel
 from .home import SCHEME, Home, check_system
-from .hub import Hub
+from .subscriptions import Subscriptions
 from .versions import PublishedVersion, Versions, VersionSink, record_of
 
 _GRACE_S = 5.0
@@ -47,7 +47,7 @@ class PublisherHealth(Displayed):
     """The state of a ``Publisher``.
 
     Attributes:
-        epoch: How many publishers have had this home, this one included.
+        epoch: The number of the publisher among those that had the home.
         versions: The bytes of the images that it holds, by stamp. Subscribers may hold older ones.
         channels: The stamp that each channel points at.
         spare_bytes: The memory that is touched ahead for the next version.
@@ -76,7 +76,7 @@ class PublisherHealth(Displayed):
 class Publisher:
     """Publishes versions of weights in the memory of this host: ``async with sidestream.Publisher(home) as publisher``.
 
-    A version is an image in shared memory that nobody can change any more, this process included. Servers map it
+    A version is an image in shared memory that no process can change any more, this one included. Servers map it
     (``Subscriber``): all of them share one copy, and no file is written. Linux only. Leaving it ends the connections;
     servers go on with what they have.
 
@@ -149,16 +149,17 @@ class Publisher:
                 home.close()
                 raise
         versions = self._versions
-        self._home, versions.epoch, versions.hub = home, home.epoch, Hub(versions.channels, listener)
+        self._home, versions.epoch = home, home.epoch
+        versions.subscriptions = Subscriptions(versions.channels, listener)
         if self._stager is None:
             self._stager = AsyncStager(timeout_s=self._timeout_s)
 
     async def _close(self) -> None:
         versions = self._versions
-        hub, versions.hub = versions.hub, None
-        if hub is None or self._home is None:
+        subscriptions, versions.subscriptions = versions.subscriptions, None
+        if subscriptions is None or self._home is None:
             return
-        await hub.close()
+        await subscriptions.close()
         versions.channels.wake()
         await io_threads().run(self._home.close)
         await io_threads().run(versions.memory.close)
@@ -170,7 +171,7 @@ class Publisher:
 
     @property
     def epoch(self) -> int:
-        """How many publishers have had this home, this one included. Each start raises it."""
+        """The number of this publisher among those that had the home. Each start raises it."""
         return self._versions.check_open()
 
     # --- publishing ---
@@ -298,11 +299,11 @@ class Publisher:
             ClosedError: The publisher is not open.
         """
         versions = self._versions
-        epoch, channels, hub = versions.check_open(), versions.channels, versions.hub
+        epoch, channels, subscriptions = versions.check_open(), versions.channels, versions.subscriptions
         held = dict(channels.held)
         pointers = {name: list(versions) for name, versions in list(channels.pointers.items())}
         subscribers = {}
-        for one in [] if hub is None else list(hub.subscriptions):
+        for one in [] if subscriptions is None else list(subscriptions.open):
             sent = "nothing yet" if one.sent is None else one.sent[0].stamp
             said = "" if one.last is None else f"; {one.last.outcome} {one.last_stamp} {one.last.reason}".rstrip()
             subscribers[one.name] = f"sent {sent}{said}"

@@ -36,9 +36,9 @@ from ..errors import (
 )
 from ..options import Dtypes, Names, check_count, check_dtype, check_names, check_seconds, plain_integer
 from .channels import Answer, Channels, HeldVersion, check_channel
-from .hub import Hub
-from .images import ImageLayout, ImageMemory, SealedImage
+from .images import ImageMemory, SealedImage, VersionLayout
 from .memory import VersionMemory
+from .subscriptions import Subscriptions
 
 _METADATA_BYTES = 32 << 10
 
@@ -53,7 +53,7 @@ class PublishedVersion:
 
     Attributes:
         stamp: Epoch and version, such as ``"e3.v120"``.
-        epoch: How many publishers have had this home, this one included.
+        epoch: The number of the publisher among those that had the home.
         version: The number that the program gave it.
         nbytes: The bytes of its image.
         save_id: The id of the save whose snapshot it was made from. Empty if there was none.
@@ -113,7 +113,7 @@ class Versions:
         self.memory = VersionMemory(budget_bytes)
         self.channels = Channels(keep)
         self.epoch = 0
-        self.hub: Hub | None = None
+        self.subscriptions: Subscriptions | None = None
         """Set as long as the publisher is open, with the epoch."""
         self._lock = threading.Lock()
         self._published = -1
@@ -124,14 +124,14 @@ class Versions:
 
     def check_open(self) -> int:
         """Return the epoch. Raises ``ClosedError`` if the publisher is not open."""
-        if self.hub is None:
+        if self.subscriptions is None:
             raise ClosedError("enter the publisher first, and use it before it is left: async with Publisher(home)")
         return self.epoch
 
     def announce(self) -> None:
         """Let subscribers know what channels point at."""
-        if self.hub is not None:
-            self.hub.announce()
+        if self.subscriptions is not None:
+            self.subscriptions.announce()
 
     def sink(self, version: int, metadata: Mapping[str, Any] | None, channel: str | None) -> VersionSink:
         """Return the sink of a version, whose number no other one can have until it has failed. Raises what is wrong
@@ -234,7 +234,7 @@ class VersionSink:
         chosen, by_item = choose_staged(self.versions, plan, self.url)
         looks = looks_of(chosen)
         self.versions.check(looks)
-        layout = ImageLayout.of([by_item[item] for item in sorted(by_item)], chosen.aliases)
+        layout = VersionLayout.of([by_item[item] for item in sorted(by_item)], chosen.aliases)
         memory = self.versions.memory.take(layout.nbytes)
         parts = pieces_of(snapshot, plan, by_item, stop)
         try:
@@ -273,7 +273,7 @@ class VersionSink:
             chosen = await io_threads().run(choose_saved, self.versions, opened, self.url)
             looks = looks_of(chosen)
             self.versions.check(looks)
-            layout = ImageLayout.of(chosen.tensors, chosen.aliases)
+            layout = VersionLayout.of(chosen.tensors, chosen.aliases)
             memory = await io_threads().run(self.versions.memory.take, layout.nbytes)
             try:
                 await _read_into(memory, layout, opened, chosen)
@@ -310,7 +310,7 @@ class VersionSink:
         return report
 
 
-async def _read_into(memory: ImageMemory, layout: ImageLayout, opened: Source, chosen: Selection) -> None:
+async def _read_into(memory: ImageMemory, layout: VersionLayout, opened: Source, chosen: Selection) -> None:
     """Read the chosen tensors of a checkpoint to their places in an image."""
     wanted = []
     for name, target in memory.targets(layout, chosen.tensors).items():

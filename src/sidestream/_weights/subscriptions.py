@@ -1,4 +1,4 @@
-"""``Hub``: the subscribers of a publisher, on the operation loop."""
+"""``Subscriptions``: the subscribers of a publisher, on the operation loop."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class Subscription:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Hub:
+class Subscriptions:
     """Accepts subscribers, sends what their channels point at, and notes their answers."""
 
     def __init__(self, channels: Channels, listener: socket.socket) -> None:
         self._channels = channels
         self._listener = listener
         self._tasks: set[asyncio.Task[None]] = set()
-        self.subscriptions: list[Subscription] = []
+        self.open: list[Subscription] = []
         self._start(self._accept(), "accept")
 
     def announce(self) -> None:
         """Send what channels point at now to their subscribers."""
-        for one in self.subscriptions:
+        for one in self.open:
             one.changed.set()
 
     async def close(self) -> None:
@@ -90,7 +90,7 @@ class Hub:
                 return
             one.name, one.channel = printable(str(hello.content["name"]))[:_MOST_NAME], str(hello.content["channel"])
             one.id = str(hello.content["id"])
-            self.subscriptions.append(one)
+            self.open.append(one)
             one.changed.set()
             sending = create_owned_task(self._send(one), "sidestream publisher: sending")
             while (message := await one.link.receive()) is not None:
@@ -101,8 +101,8 @@ class Hub:
             if sending is not None:
                 sending.cancel()
                 await asyncio.gather(sending, return_exceptions=True)
-            if one in self.subscriptions:
-                self.subscriptions.remove(one)
+            if one in self.open:
+                self.open.remove(one)
             await one.link.close()
 
     async def _send(self, one: Subscription) -> None:
