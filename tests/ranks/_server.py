@@ -28,6 +28,7 @@ import _ends
 import _exports
 import _held
 import _latest
+import _publishing
 import _replaced
 import torch
 import torch.distributed as dist
@@ -101,7 +102,7 @@ class Group:
 def find(case: str) -> Any:
     return next(
         getattr(module, case)
-        for module in (_cases, _bundles, _composites, _ends, _exports, _held, _latest, _calls, _replaced)
+        for module in (_cases, _bundles, _composites, _ends, _exports, _held, _latest, _calls, _publishing, _replaced)
         if hasattr(module, case)
     )
 

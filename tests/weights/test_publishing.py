@@ -11,6 +11,7 @@ import mmap
 import os
 import socket
 import stat
+import sys
 import threading
 from array import array
 from collections.abc import Callable
@@ -55,6 +56,7 @@ from sidestream.errors import (
     VersionNotFoundError,
 )
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is handed over on Linux only")
 SEALS = ("F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE")
 
 
