@@ -11,6 +11,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,7 @@ def a_failed_save_keeps_what_is_there() -> None:
     io.teardown()
     store.full = True
     io.save_checkpoint(STATE, "d")
-    io._wait(io._jobs)
+    wait(io._jobs)
     with pytest.raises(StorageError, match="full"):
         io.save_checkpoint(STATE, "e")
     io.teardown()

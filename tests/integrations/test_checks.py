@@ -74,8 +74,11 @@ def test_attributes_that_have_moved() -> None:
         PYTEST.check_attributes(Prepares, "_models", "_loaders", "model")
 
 
-def test_streaming_is_refused() -> None:
-    check_options(None)
-    check_options(SaveOptions(writer="process"))
+def test_options_that_are_refused() -> None:
+    check_options(None, 1)
+    check_options(SaveOptions(writer="process"), 2)
     with pytest.raises(InvalidOptionError, match=r"streaming=True.*leave it out.*slots=1"):
-        check_options(SaveOptions(streaming=True))
+        check_options(SaveOptions(streaming=True), 2)
+    for slots in (0, True, 1.5):
+        with pytest.raises(InvalidOptionError, match=f"slots={slots}"):
+            check_options(None, slots)  # type: ignore[arg-type]

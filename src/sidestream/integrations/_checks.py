@@ -14,8 +14,11 @@ from sidestream import SaveOptions
 from sidestream.errors import InvalidOptionError, MissingExtraError, UnsupportedError
 
 
-def check_options(options: SaveOptions | None) -> None:
-    """Raise ``InvalidOptionError`` for options that saves with a stager do not take."""
+def check_options(options: SaveOptions | None, slots: int) -> None:
+    """Raise ``InvalidOptionError`` for options that saves with a stager do not take, and for a wrong number of
+    slots."""
+    if type(slots) is not int or slots < 1:
+        raise InvalidOptionError(f"slots={slots!r} has to be a number of saves, at least 1")
     if options is not None and options.streaming:
         raise InvalidOptionError(
             "options=: streaming=True passes the state through memory of its own, and frameworks train on meanwhile: "

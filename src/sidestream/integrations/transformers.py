@@ -82,8 +82,8 @@ class SidestreamTrainer(Trainer):
         export: sidestream.HF | None = None,
         **kwargs: Any,
     ) -> None:
+        check_options(options, slots)
         self._saves = SavesInProgress(slots, self._committed)
-        check_options(options)
         self._save_options = options
         self._export = export
         super().__init__(*args, **kwargs)
@@ -115,9 +115,8 @@ class SidestreamTrainer(Trainer):
         self._saves.make_room(path)
         self._note_best(run, path)
         files = self._sidecars() if self.is_world_process_zero() else {}
-        self._saves.start(
-            self._saved_parts(), path, files=files, export=self._exported(files), options=self._save_options
-        )
+        export = self._exported(files)
+        self._saves.start(self._saved_parts(), path, files=files, export=export, options=self._save_options)
 
     def _saved_parts(self) -> dict[str, Any]:
         model = {"model": self._module(self.model)}
