@@ -1,8 +1,4 @@
-"""``SidestreamTrainer``: a transformers ``Trainer`` that trains on while its checkpoints are written.
-
-``checkpoint-N`` is one committed checkpoint of sidestream. It appears as a whole, so the newest name is always a
-checkpoint to resume from.
-"""
+"""``SidestreamTrainer``: a ``Trainer`` of transformers that trains on while its checkpoints are written."""
 
 from __future__ import annotations
 
