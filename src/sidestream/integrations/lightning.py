@@ -106,7 +106,7 @@ class SidestreamCheckpointIO(_Base):
             SidestreamError: An earlier save or removal has failed. Nothing was started.
         """
         name = _name(path)
-        self._settle(
+        self._finish(
             [*(job for job, one in self._jobs.items() if one == name), *self._saves[: 1 - self._slots or None]]
         )
         place, replaced = self._place(name)
@@ -122,10 +122,10 @@ class SidestreamCheckpointIO(_Base):
         try:
             self._stager.fence()
         except SidestreamError:  # what cannot be saved is known here; the save ends with the same error, or another one
-            self._settle(self._jobs)
+            self._finish(self._jobs)
             raise
         if os.path.basename(name).startswith("hpc_ckpt_"):  # Lightning gives the job back to SLURM next
-            self._settle(self._jobs)
+            self._finish(self._jobs)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
@@ -146,7 +146,7 @@ class SidestreamCheckpointIO(_Base):
             SidestreamError: An earlier save or removal has failed, or the storage did.
         """
         name = _name(path)
-        self._settle([job for one in _SAVING for job, place in [*one._jobs.items()] if place == name])
+        self._finish([job for one in _SAVING for job, place in [*one._jobs.items()] if place == name])
         place = self._newest(name)
         if self._is_file(place):
             where = {} if map_location is None else {"map_location": map_location}
@@ -177,7 +177,7 @@ class SidestreamCheckpointIO(_Base):
         if self._stager is not None and self._given_stager is None:
             self._stager.close()
         self._threads = self._stager = None
-        self._settle(())
+        self._finish(())
 
     def _submit(self, name: str, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
         # More threads than jobs: one that waits for others must not keep these from a thread.
@@ -185,7 +185,7 @@ class SidestreamCheckpointIO(_Base):
         self._jobs[job := self._threads.submit(work, *arguments)] = name
         return job
 
-    def _settle(self, jobs: Iterable[Future[Any]]) -> None:
+    def _finish(self, jobs: Iterable[Future[Any]]) -> None:
         """Wait for ``jobs``. Forget all of this object that have ended, and raise the first of their errors."""
         wait(jobs)
         ended = [job for job in [*self._jobs] if job.done()]
