@@ -319,7 +319,9 @@ def _integration(name: str) -> None:
             _install(session, f".[{name}]", groups=("integrations",))
         files = [str(path) for path in sorted(Path("tests", "integrations").glob(f"test_{name}*.py"))]
         page = [f"tests/test_docs.py::test_page_runs[{name}.md]"]
-        session.run("python", "-m", "pytest", *(session.posargs or [*files, *page]))
+        # Ray starts its workers again for each of 20 kills: 20 minutes on a busy machine.
+        patience = ("-o", "faulthandler_timeout=3600") if name == "ray" else ()
+        session.run("python", "-m", "pytest", *patience, *(session.posargs or [*files, *page]))
         folder = os.environ.get(f"SIDESTREAM_{name.upper()}_TESTS")
         if folder and name in OWN_TESTS:
             _run_own_tests(session, name, Path(folder))

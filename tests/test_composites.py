@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
 from torch.distributed.checkpoint.staging import AsyncStager as DcpStagerProtocol
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -134,7 +134,8 @@ async def test_a_save_of_one_rank_that_cannot_start_leaves_nothing_open(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(RankGroup, "begin", kept)
-    state = {"t": distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])}
+    shard = LocalShard.from_tensor_and_offsets(torch.ones(8, 4), [0, 0], 0)
+    state = {"t": init_from_local_shards([shard], 8, 4)}
     async with AsyncStager() as stager:
         if kind is not None:
             monkeypatch.setattr(AsyncStager, "enqueue", interrupted)
@@ -167,6 +168,37 @@ async def test_dtensors_keep_mesh_and_placements(mesh: Any, stager: AsyncStager)
         stager.stage({"a": [DTensor.from_local(local, mesh, [Partial()])]})
     staged.release()
     del staged, copy
+
+
+@pytest.mark.parametrize("process_group", [None, "alone"])
+async def test_one_process_saves_a_dtensor_over_one_rank(process_group: Any, mesh: Any, tmp_path: Path) -> None:
+    """Its local tensor is all of it. Stock DCP reads that as a ``DTensor`` and as a plain tensor."""
+    local = torch.randn(8, 4)
+    state = {
+        "sharded": distribute_tensor(local, mesh, [Shard(0)]),
+        "n": {"parameter": torch.nn.Parameter(distribute_tensor(local + 1, mesh, [Replicate()]))},
+    }
+    await sidestream.save(state, tmp_path / "c", process_group=process_group)
+    assert (await sidestream.verify(tmp_path / "c")).ok
+    plain = {"sharded": torch.zeros(8, 4), "n": {"parameter": torch.zeros(8, 4)}}
+    dcp.load(plain, checkpoint_id=tmp_path / "c")
+    assert_same({"sharded": local, "n": {"parameter": local + 1}}, plain)
+    for load in (dcp.load, sidestream.blocking.load):
+        target = {
+            "sharded": distribute_tensor(torch.zeros(8, 4), mesh, [Shard(1)]),
+            "n": {"parameter": distribute_tensor(torch.zeros(8, 4), mesh, [Shard(0)])},
+        }
+        with sidestream.blocking.stopping_the_loop():
+            load(target, checkpoint_id=tmp_path / "c") if load is dcp.load else load(target, tmp_path / "c")
+        assert torch.equal(target["sharded"].to_local(), local)
+        assert torch.equal(target["n"]["parameter"].to_local(), local + 1)
+    with pytest.raises(UnsupportedTensorError, match="Partial"):
+        await sidestream.save({"p": DTensor.from_local(local, mesh, [Partial()])}, tmp_path / "d")
+    half = DTensor.from_local(
+        local, DeviceMesh("cpu", [0, 1], _init_backend=False, _rank=0), [Shard(0)], run_check=False
+    )
+    with pytest.raises(UnsupportedTensorError, match="cannot save a DTensor"):
+        await sidestream.save({"h": half}, tmp_path / "d", process_group="alone")
 
 
 async def test_sharded_tensors(mesh: Any, stager: AsyncStager) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import traceback
@@ -19,45 +18,71 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+_lines = 1
+"""The descriptor that ``say`` writes to."""
 
-def serve(work: Callable[[dict[str, Any]], None]) -> None:
-    """Run ``work`` for each line of the standard input, in as many children as ``"world"`` says: the ranks of a job."""
+
+def serve(work: Callable[[dict[str, Any]], object]) -> None:
+    """Run ``work`` for each line of the standard input, in as many children as ``"world"`` says: the ranks of a job.
+    What it returns is plain data."""
+    global _lines
+    _lines = os.dup(1)
+    os.dup2(2, 1)  # what frameworks print
     for line in sys.stdin:
         request = json.loads(line)
-        world = request.get("world", 1)
-        port = _free_port()
-        children = [_fork(work, request, rank, world, port) for rank in range(world)]
+        environments, store = [{}], None
+        if "world" in request:
+            store, port = _fork_store()
+            environments = [_rank_environment(rank, request["world"], port) for rank in range(request["world"])]
+        children = [_fork(work, request, rank, environment) for rank, environment in enumerate(environments)]
         say(f"pids {' '.join(map(str, children))}")
-        for child in children:
-            os.waitpid(child, 0)
-        say("gone")
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if store is not None:
+            os.kill(store, signal.SIGKILL)
+            os.waitpid(store, 0)
+        say(f"gone {codes}")
 
 
-def _fork(work: Callable[[dict[str, Any]], None], request: dict[str, Any], rank: int, world: int, port: int) -> int:
+def _fork(work: Callable[[dict[str, Any]], object], request: dict[str, Any], rank: int, more: dict[str, str]) -> int:
     child = os.fork()
     if child:
         return child
-    if "world" in request:
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        os.environ |= {name: str(number) for name, number in ranks.items()}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= more
     try:
-        work(request)
-        say(f"ended {rank}")
+        result = work(request)
+        say(f"ended {rank} {json.dumps(result)}")
     except BaseException:
         traceback.print_exc()
         say(f"failed {rank}")
-    os._exit(0)
+        os._exit(1)  # saves that are still in progress would keep the process
+    sys.exit(0)  # as a program ends, with what runs at exit
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+def _fork_store() -> tuple[int, int]:
+    """Return a process that has the store of a process group, and its port, which the kernel has chosen."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        from torch.distributed import TCPStore
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(write, str(store.port).encode())
+        os.close(write)
+        signal.pause()
+    os.close(write)
+    with os.fdopen(read) as port:
+        return child, int(port.read())
+
+
+def _rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    # With the last one, rank 0 connects to a store that is there, and makes none.
+    others = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return {name: str(number) for name, number in ranks.items()} | others
 
 
 def say(line: str) -> None:
-    os.write(1, f"{line}\n".encode())  # whole lines, whatever the other process writes
+    os.write(_lines, f"{line}\n".encode())  # whole lines, whatever the other process writes
 
 
 class Program:
@@ -65,7 +90,11 @@ class Program:
 
     def __init__(self, path: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
 
     def __enter__(self) -> Program:
@@ -74,7 +103,7 @@ class Program:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.kill()
+        os.killpg(self._process.pid, signal.SIGKILL)  # with what a failed test has left
         self._process.communicate()
 
     def life(self, **request: Any) -> Life:
@@ -98,26 +127,34 @@ class Life:
         self.said: list[str] = []
         self._pids = [int(one) for one in self.until("pids").split()[1:]]
 
-    def until(self, word: str) -> str:
-        """Read lines up to the first that begins with ``word``."""
+    def until(self, *words: str) -> str:
+        """Read lines up to the first that begins with one of ``words``."""
         while True:
-            line = self._program.line()
-            self.said.append(line)
-            if line.startswith(word):
+            line = self._next()
+            if line.startswith(words):
                 return line
             if line.startswith("failed"):
-                while self._program.line() != "gone":
+                while not self._next().startswith("gone"):
                     pass
             assert not line.startswith(("failed", "gone")), self.said
 
-    def kill(self) -> None:
-        for pid in self._pids:
+    def kill(self, *ranks: int) -> bool:
+        """Kill ``ranks``, or all, and wait until all are gone: those that were not killed may fail. Return whether none
+        had come to its end."""
+        for rank in ranks or range(len(self._pids)):
             with suppress(ProcessLookupError):  # on a busy machine it may have ended first
-                os.kill(pid, signal.SIGKILL)
-        self.until("gone")
+                os.kill(self._pids[rank], signal.SIGKILL)
+        while not self._next().startswith("gone"):
+            pass
+        return not any(line.startswith("ended") for line in self.said)
 
-    def end(self) -> None:
-        """Wait until all of them have ended by themselves."""
-        for _ in self._pids:
-            self.until("ended")
-        self.until("gone")
+    def end(self) -> list[Any]:
+        """Wait until all of them have ended by themselves. Return what ``work`` has returned on each rank."""
+        ends = sorted(self.until("ended").split(" ", 2)[1:] for _ in self._pids)
+        assert self.until("gone") == f"gone {[0] * len(self._pids)}"
+        return [json.loads(result) for _, result in ends]
+
+    def _next(self) -> str:
+        line = self._program.line()
+        self.said.append(line)
+        return line

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +98,19 @@ def test_sharded_parameters_on_another_number_of_ranks(program: Program, tmp_pat
         assert all(torch.equal(one, other) for one, other in zip(saved["moments"], loaded["moments"], strict=True))
     with pytest.raises(AssertionError, match="failed"):
         ended(program, tmp_path, "stock", world=1, load=True, stock=True, **request)
+
+
+def test_a_release_that_keeps_its_models_elsewhere_is_refused() -> None:
+    code = (
+        "import accelerate\n"
+        "def without(self): self._models, self._optimizers, self._schedulers = [], [], []\n"
+        "accelerate.Accelerator.__init__ = without\n"
+        "import sidestream.integrations.accelerate"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert "UnsupportedError: accelerate " in done.stderr
+    assert "sets no _dataloaders, _custom_objects, scaler, step. " in done.stderr
+    assert 'pip install "accelerate>=1.10,<2"' in done.stderr
 
 
 @pytest.mark.long

@@ -62,8 +62,23 @@ def test_parameters_that_have_changed() -> None:
         PYTEST.check(pytest, missing=())
 
 
-def test_streaming_is_refused() -> None:
-    check_options(None)
-    check_options(SaveOptions(writer="process"))
-    with pytest.raises(InvalidOptionError, match="streaming=True"):
-        check_options(SaveOptions(streaming=True))
+class Prepares:
+    def __init__(self, model: object) -> None:
+        self._models = [model]
+        self._other = self._models
+
+
+def test_attributes_that_have_moved() -> None:
+    PYTEST.check_attributes(Prepares, "_models", "_other")
+    with pytest.raises(UnsupportedError, match=r"Prepares.__init__ sets no _loaders, model\. .*pytest>=9,<10"):
+        PYTEST.check_attributes(Prepares, "_models", "_loaders", "model")
+
+
+def test_options_that_are_refused() -> None:
+    check_options(None, 1)
+    check_options(SaveOptions(writer="process"), 2)
+    with pytest.raises(InvalidOptionError, match=r"streaming=True.*leave it out.*slots=1"):
+        check_options(SaveOptions(streaming=True), 2)
+    for slots in (0, True, 1.5):
+        with pytest.raises(InvalidOptionError, match=f"slots={slots}"):
+            check_options(None, slots)  # type: ignore[arg-type]

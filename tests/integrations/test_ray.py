@@ -162,13 +162,20 @@ def test_names_below_the_experiment_directory(tmp_path: Path) -> None:
             _name_below(storage, url)
 
 
-def test_an_older_release_is_refused() -> None:
-    """Ray Train without ``checkpoint_upload_fn``; in a process of its own, because modules are imported once."""
-    code = (
-        "import ray.train, sys\n"
-        "ray.train.report = lambda metrics, *, checkpoint=None, checkpoint_dir_name=None: None\n"
-        "import sidestream.integrations.ray"
-    )
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            "ray.train.report = lambda metrics, *, checkpoint=None, checkpoint_dir_name=None: None",
+            "report takes (metrics, checkpoint, checkpoint_dir_name), and not",
+        ),
+        ("del ray.train.TrainContext.get_storage", "TrainContext has no get_storage"),
+    ],
+)
+def test_another_release_is_refused(change: str, says: str) -> None:
+    """In a process of its own, because modules are imported once."""
+    code = f"import ray.train\n{change}\nimport sidestream.integrations.ray"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert "UnsupportedError: ray 2.60" in done.stderr
+    assert says in done.stderr
     assert 'pip install "ray>=2.60,<2.61"' in done.stderr

@@ -320,7 +320,7 @@ class SaveRequest:
             digest_of(options.digest)  # raises MissingExtraError where it is not installed
         # Plain values are copied here, during the call: afterwards the caller may change them. Of tensors it takes only
         # references.
-        captured = capture(self.state, copy_value)
+        captured = capture(self.state, copy_value, alone=operation is None)
         together = operation is not None or (member is not None and captured.sharded)
         return LiveWriter(
             captured,

@@ -147,6 +147,19 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _without_mesh(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a ``DTensor`` if this rank is the only one of its mesh, and other tensors as they
+    are."""
+    kind = tensor_class("torch.distributed.tensor", "DTensor")
+    if kind is None or not isinstance(tensor, kind):
+        return tensor
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    if mesh.size() > 1 or mesh.get_coordinate() is None or any(placement.is_partial() for placement in placements):
+        return tensor
+    with torch.no_grad():
+        return settled(tensor.to_local())  # type: ignore[attr-defined]
+
+
 def _part(tensor: torch.Tensor, path: str) -> torch.Tensor | Composite:
     tensor = settled(tensor)
     return dismantle(tensor, path) or tensor.detach()
@@ -304,12 +317,15 @@ class Captured:
     """The types of dicts in the state of objects, by FQN (``container_kind``). In ``root`` all are plain dicts."""
 
 
-def capture(state: Mapping[str, Any], convert: Callable[[Any], Any] = copy.deepcopy) -> Captured:
+def capture(
+    state: Mapping[str, Any], convert: Callable[[Any], Any] = copy.deepcopy, *, alone: bool = False
+) -> Captured:
     """Capture ``state`` without access to the bytes of a tensor, and without a garbage collection.
 
     ``convert`` copies each value that is not a tensor, a container or an immutable built-in. Mappings become dicts, and
     lists stay lists. Tuples and the mappings in them keep their types. The order of the caller's dicts is kept.
-    ``state_dict()`` is called on the objects in an order that is the same on all ranks.
+    ``state_dict()`` is called on the objects in an order that is the same on all ranks. With ``alone``, for a save by
+    one process, a ``DTensor`` over a mesh of one rank becomes its local tensor, which is all of it.
 
     Raises ``InvalidOptionError`` if ``state`` is not a mapping or contains itself, ``UnsupportedTensorError`` for a
     tensor without bytes, and ``UnsafeObjectError`` in place of what ``convert`` raises.
@@ -319,14 +335,15 @@ def capture(state: Mapping[str, Any], convert: Callable[[Any], Any] = copy.deepc
             f"state is a mapping from names to tensors, values and objects with state_dict(), not a "
             f'{type(state).__name__}; write {{"model": model}}'
         )
-    walk = _Walk(state, convert)
+    walk = _Walk(state, convert, alone)
     with collecting_later():
         root = walk.mapping(state, "", 0)
     return Captured(root, walk.tensors, walk.volatile, sharded=walk.sharded, containers=walk.containers)
 
 
 class _Walk:
-    def __init__(self, state: Mapping[str, Any], convert: Callable[[Any], Any]) -> None:
+    def __init__(self, state: Mapping[str, Any], convert: Callable[[Any], Any], alone: bool) -> None:
+        self._alone = alone
         self.tensors: list[torch.Tensor] = []
         self.volatile: set[int] = set()
         self.sharded = False
@@ -420,6 +437,8 @@ class _Walk:
 
     def tensor(self, value: torch.Tensor, path: str) -> torch.Tensor | Composite:
         value = settled(value)
+        if self._alone:
+            value = _without_mesh(value)
         composite = dismantle(value, path)
         attributes = _carried(value)
         if composite is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +14,15 @@ from sidestream import SaveOptions
 from sidestream.errors import InvalidOptionError, MissingExtraError, UnsupportedError
 
 
-def check_options(options: SaveOptions | None) -> None:
-    """Raise ``InvalidOptionError`` for options that saves with a stager do not take."""
+def check_options(options: SaveOptions | None, slots: int) -> None:
+    """Raise ``InvalidOptionError`` for options that saves with a stager do not take, and for a wrong number of
+    slots."""
+    if type(slots) is not int or slots < 1:
+        raise InvalidOptionError(f"slots={slots!r} has to be a number of saves, at least 1")
     if options is not None and options.streaming:
         raise InvalidOptionError(
             "options=: streaming=True passes the state through memory of its own, and frameworks train on meanwhile: "
-            "leave it out"
+            "leave it out. A save then needs host memory for the whole state, and with slots=1 there is one at a time"
         )
 
 
@@ -67,6 +71,13 @@ class Framework:
                 raise self.unsupported(
                     f"{owner.__name__}.{name} takes ({', '.join(found)}), and not ({', '.join(parameters)})"
                 )
+
+    def check_attributes(self, owner: type, *names: str) -> None:
+        """Raise ``UnsupportedError`` unless the constructor of ``owner`` sets the attributes ``names``."""
+        instructions = dis.get_instructions(inspect.unwrap(owner.__init__))  # type: ignore[misc]
+        found = {one.argval for one in instructions if one.opname == "STORE_ATTR"}
+        if missing := [name for name in names if name not in found]:
+            raise self.unsupported(f"{owner.__name__}.__init__ sets no {', '.join(missing)}")
 
     def unsupported(self, reason: str) -> UnsupportedError:
         """Return the error for a release in which something is not as it is needed."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import sidestream
 from sidestream import blocking
-from sidestream.errors import CheckpointNotFoundError, InvalidOptionError, SidestreamError
+from sidestream.errors import CheckpointNotFoundError, SidestreamError
 
 T = TypeVar("T")
 
@@ -48,8 +48,6 @@ class SavesInProgress:
     """
 
     def __init__(self, slots: int, committed: Callable[[str], object]) -> None:
-        if type(slots) is not int or slots < 1:
-            raise InvalidOptionError(f"slots={slots!r} has to be an integer, 1 at least")
         self._slots = slots
         self._committed = committed
         self._saves: list[_Save] = []

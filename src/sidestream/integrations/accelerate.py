@@ -18,6 +18,9 @@ with ACCELERATE.importing():
     from accelerate import Accelerator
     from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 
+ACCELERATE.check_attributes(
+    Accelerator, "_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "scaler", "step"
+)
 ACCELERATE.check(DataLoaderShard, set_epoch=("epoch",), get_sampler=())
 
 __all__ = [

@@ -17,7 +17,7 @@ _RAY = Framework("ray", ">=2.60,<2.61", extra="ray")
 with _RAY.importing():
     import ray.train
     from pyarrow.fs import LocalFileSystem
-    from ray.train import Checkpoint, CheckpointUploadMode
+    from ray.train import Checkpoint, CheckpointUploadMode, TrainContext
 
 _RAY.check(
     ray.train,
@@ -32,6 +32,7 @@ _RAY.check(
     ),
 )
 _RAY.check(Checkpoint, __init__=("path", "filesystem"))
+_RAY.check(TrainContext, get_storage=())
 
 __all__ = ["report"]
 

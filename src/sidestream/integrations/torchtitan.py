@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
-from torch.distributed.tensor import DTensor
 
 import sidestream
 from sidestream import blocking
@@ -46,13 +44,6 @@ __all__ = ["SidestreamCheckpointManager"]
 _RANDOM = "random_state"
 _NOT_IN_OTHERS = (_RANDOM, f"{_RANDOM}.*")
 """What this manager saves and TorchTitan's own does not."""
-
-
-def _local(value: Any) -> Any:
-    """Replace DTensors over one rank, which one process does not save, by the tensors that they consist of."""
-    if type(value) is dict:
-        return {name: _local(one) for name, one in value.items()}
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 class _RestoredLast:
@@ -167,9 +158,6 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
             return False
         model_only = last_step and self.config.last_save_model_only
         state = self._state(model_only=model_only)
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            optimizers = {OPTIMIZER: state[OPTIMIZER].state_dict()} if OPTIMIZER in state else {}
-            state = _local({**state, **optimizers})
         if last_step:
             options = replace(self._options, dtype=TORCH_DTYPE_MAP[self.config.export_dtype]) if model_only else None
             self._checkpoints.save(state, step=curr_step, options=options)

@@ -1,8 +1,4 @@
-"""``SidestreamTrainer``: a transformers ``Trainer`` that trains on while its checkpoints are written.
-
-``checkpoint-N`` is one committed checkpoint of sidestream. It appears as a whole, so the newest name is always a
-checkpoint to resume from.
-"""
+"""``SidestreamTrainer``: a ``Trainer`` of transformers that trains on while its checkpoints are written."""
 
 from __future__ import annotations
 
@@ -82,8 +78,8 @@ class SidestreamTrainer(Trainer):
         export: sidestream.HF | None = None,
         **kwargs: Any,
     ) -> None:
+        check_options(options, slots)
         self._saves = SavesInProgress(slots, self._committed)
-        check_options(options)
         self._save_options = options
         self._export = export
         super().__init__(*args, **kwargs)
@@ -115,9 +111,8 @@ class SidestreamTrainer(Trainer):
         self._saves.make_room(path)
         self._note_best(run, path)
         files = self._sidecars() if self.is_world_process_zero() else {}
-        self._saves.start(
-            self._saved_parts(), path, files=files, export=self._exported(files), options=self._save_options
-        )
+        export = self._exported(files)
+        self._saves.start(self._saved_parts(), path, files=files, export=export, options=self._save_options)
 
     def _saved_parts(self) -> dict[str, Any]:
         model = {"model": self._module(self.model)}

@@ -1,4 +1,4 @@
-"""Trainers of Lightning that a test starts, kills and compares."""
+"""Trainers of Lightning that a test starts, kills and compares, in a forked process for each request."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import asyncio
 import errno
 import hashlib
 import importlib
-import json
 import os
 import pickle
+import sys
 import threading
-import traceback
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lives import say, serve
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
 from _own_stores import VersionedStore, in_thread
 
 import sidestream
@@ -52,18 +56,20 @@ def digest(value: Any) -> str:
 
 
 def module_of(pl: Any, kind: str) -> Any:
-    """A module whose batches depend on the step alone (``"steps"``), or on a shuffled loader and on dropout."""
+    """A module whose batches depend on the step alone (``"steps"``, or ``"constant rate"`` without a scheduler), or
+    on a shuffled loader and on dropout."""
+    by_step = kind in ("steps", "constant rate")
 
     class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self, width: int, note: str = "a.b") -> None:
             super().__init__()
             self.save_hyperparameters()
-            drop = torch.nn.Dropout(0.2 if kind != "steps" else 0.0)
+            drop = torch.nn.Dropout(0.0 if by_step else 0.2)
             layers = (torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width), drop, torch.nn.Linear(width, width))
             self.net = torch.nn.Sequential(*layers)
 
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            if kind == "steps":
+            if by_step:
                 seed = 1000 * self.global_step + self.global_rank
                 batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed))
             loss = self.net(batch).square().mean()
@@ -74,11 +80,13 @@ def module_of(pl: Any, kind: str) -> Any:
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            if kind == "constant rate":
+                return optimizer
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)]
 
         def train_dataloader(self) -> Any:
             rows: Any = torch.randn(80, WIDTH, generator=torch.Generator().manual_seed(0))
-            return torch.utils.data.DataLoader(rows, batch_size=8, shuffle=kind != "steps")
+            return torch.utils.data.DataLoader(rows, batch_size=8, shuffle=not by_step)
 
         if kind == "random states":
 
@@ -95,7 +103,7 @@ def module_of(pl: Any, kind: str) -> Any:
 def trainer_of(pl: Any, plugin: str, steps: int, every: int, **more: Any) -> Any:
     class Reports(pl.Callback):  # type: ignore[misc, name-defined]
         def on_train_batch_end(self, *_: Any) -> None:
-            os.write(int(os.environ["SIDESTREAM_REPORTS"]), b".")
+            say("step")
 
     plugins = [SidestreamCheckpointIO()] if plugin == "sidestream" else []
     saves = {"every_n_train_steps": every} if every else {}
@@ -153,28 +161,8 @@ def in_a_loop() -> list[str]:
     return asyncio.run(main())
 
 
-def ranks(plugin: str, port: int) -> list[list[str]]:
-    """Two ranks train, test the best checkpoint, and resume."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
-    pids = []
-    for rank in range(2):
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            code = 1
-            try:
-                os.environ["LOCAL_RANK"] = str(rank)
-                Path(f"rank{rank}.json").write_text(json.dumps(_rank(plugin)))
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    assert codes == [0, 0], Path("log.txt").read_text()
-    return [json.loads(Path(f"rank{rank}.json").read_text()) for rank in range(2)]
-
-
-def _rank(plugin: str) -> list[str]:
+def rank(plugin: str) -> list[str]:
+    """What each of several ranks does: train, test the best checkpoint, and resume."""
     pl = ROOTS["lightning.pytorch"]
     found = []
     for steps in (6, 12):
@@ -260,7 +248,7 @@ def a_failed_save_keeps_what_is_there() -> None:
     io.teardown()
     store.full = True
     io.save_checkpoint(STATE, "d")
-    io._wait(io._jobs)
+    wait(io._jobs)
     with pytest.raises(StorageError, match="full"):
         io.save_checkpoint(STATE, "e")
     io.teardown()
@@ -330,27 +318,27 @@ def what_cannot_be_replaced() -> None:
         io.save_checkpoint({**STATE, "epoch": epoch}, "last.ckpt")
         assert io.load_checkpoint("last.ckpt")["epoch"] == epoch
         io.teardown()
-        assert sorted(os.listdir()) == ["last-r1.ckpt", "log.txt"]
+        assert sorted(os.listdir()) == ["last-r1.ckpt"]
     io.remove_checkpoint("last.ckpt")
     io.teardown()
-    assert os.listdir() == ["log.txt"]
+    assert os.listdir() == []
     io = SidestreamCheckpointIO(storage=sidestream.Storage(commit="marker"))
     for epoch in range(3):
         io.save_checkpoint({**STATE, "epoch": epoch}, "last.ckpt")
         assert io.load_checkpoint("last.ckpt")["epoch"] == epoch
     io.teardown()
-    assert sorted(os.listdir()) == ["last-r2.ckpt", "log.txt"]
+    assert sorted(os.listdir()) == ["last-r2.ckpt"]
     os.mkdir("last-r3.ckpt")  # a kill leaves this of a save
     Path("last-r3.ckpt", "part").touch()
     for name in ("last.ckpt", "last-r3.ckpt"):  # Lightning takes the newer one for the last
         assert io.load_checkpoint(name)["epoch"] == 2
     io.save_checkpoint(STATE, "last.ckpt")
     io.teardown()
-    assert sorted(os.listdir()) == ["last-r4.ckpt", "log.txt"]
+    assert sorted(os.listdir()) == ["last-r4.ckpt"]
     os.symlink("last-r4.ckpt", "link.ckpt")
     io.save_checkpoint(STATE, "link.ckpt")
     io.teardown()
-    assert sorted(os.listdir()) == ["last-r4.ckpt", "link-r1.ckpt", "log.txt"]
+    assert sorted(os.listdir()) == ["last-r4.ckpt", "link-r1.ckpt"]
     torch.save(STATE, "file.ckpt")
     io.remove_checkpoint("file.ckpt")
     io.remove_checkpoint("not there.ckpt")
@@ -388,3 +376,12 @@ def with_a_tuner() -> bool:
     importlib.import_module("lightning.pytorch.tuner").Tuner(trainer).lr_find(model, num_training=10)
     trainer.strategy.checkpoint_io.teardown()
     return digest(model.state_dict()) == before and not list(Path().rglob("*.ckpt"))
+
+
+def work(request: dict[str, Any]) -> object:
+    os.chdir(request["directory"])
+    return globals()[request["case"]](**request["options"])
+
+
+if __name__ == "__main__":
+    serve(work)
