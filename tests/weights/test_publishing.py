@@ -9,6 +9,7 @@ import fcntl
 import gc
 import mmap
 import os
+import re
 import socket
 import stat
 import sys
@@ -316,7 +317,7 @@ async def test_what_channels_point_at_is_held_and_the_rest_is_dropped(home: Path
         await publisher.promote("old", 4)
         assert list(publisher.health().versions) == ["e1.v4"]
         publisher._images.close()  # what is touched ahead
-        assert len(memfds()) == 2
+        await until(lambda: len(memfds()) == 2)
 
 
 def test_a_rollback_forgets_only_what_came_after() -> None:
@@ -416,15 +417,23 @@ def with_select(publisher: Publisher, select: str) -> Publisher:
     return publisher
 
 
-async def test_a_later_version_that_is_complete_first_stays(home: Path) -> None:
-    async with HeldStager() as stager, Publisher(home, stager=stager) as publisher:
-        first, second = (publisher.publish(version(number), version=number) for number in (1, 2))
-        stager.let_go(1)
-        await second
+async def test_a_later_version_of_the_channel_that_is_complete_first_stays(home: Path) -> None:
+    async with HeldStager() as stager, Publisher(home, keep=9, stager=stager) as publisher:
+        first, for_canary, for_nobody, last = (
+            publisher.publish(version(number), version=number, channel=channel)
+            for number, channel in enumerate(("stable", "canary", None, "stable"))
+        )
+        stager.let_go(3)
+        await last
         stager.let_go()
-        with pytest.raises(SkippedError, match="version 2 was published before it was complete"):
+        with pytest.raises(SkippedError, match="version 3 was published before it was complete"):
             await first
-        assert publisher.health().channels == {"stable": "e1.v2"}
+        await for_canary
+        await for_nobody
+        assert publisher.health().channels == {"stable": "e1.v3", "canary": "e1.v1"}
+        assert set(publisher.health().versions) == {"e1.v1", "e1.v2", "e1.v3"}
+        with pytest.raises(InvalidOptionError, match="not higher than 3"):
+            publisher.publish(version(3), version=3)
 
 
 async def test_a_version_is_cancelled_or_ends_with_its_publisher(home: Path) -> None:
@@ -549,8 +558,10 @@ async def test_versions_and_what_is_touched_ahead_share_the_budget(home: Path) -
             await publisher.publish(state, version=7)
         await publisher.promote("other", 6)
         await publisher.publish(state, version=7)
-        assert publisher._images._used == publisher.health().spare_bytes + sum(publisher.health().versions.values())
-    await until(lambda: publisher._images._used == 0)
+        assert publisher._images.used_bytes == publisher.health().spare_bytes + sum(
+            publisher.health().versions.values()
+        )
+    await until(lambda: publisher._images.used_bytes == 0)
 
 
 async def test_the_budget_has_room_again_after_a_version_that_was_cancelled_when_its_image_was_complete(
@@ -575,7 +586,7 @@ async def test_the_budget_has_room_again_after_a_version_that_was_cancelled_when
             go_on.set()
             with pytest.raises(asyncio.CancelledError):
                 await pending
-            await until(lambda: gc.collect() >= 0 and publisher._images._used == 0)
+            await until(lambda: gc.collect() >= 0 and publisher._images.used_bytes == 0)
             reached.clear()
             go_on.clear()
 
@@ -610,7 +621,7 @@ async def test_a_version_that_finds_no_descriptor_fails_by_itself(home: Path, mo
     async with Publisher(home) as publisher:
         with pytest.raises(ArenaExhaustedError, match="Too many open files"):
             await publisher.publish(version(1), version=1)
-        assert publisher._images._used == 0
+        assert publisher._images.used_bytes == 0
         fails = False
         await publisher.publish(version(1), version=1)
 
@@ -840,7 +851,9 @@ async def test_a_version_whose_snapshot_is_taken_back_is_made_from_the_checkpoin
             same({name: one for name, one in image.tensors.items() if name != "model.also"}, load_file(file))
             await image.verify()
             assert len(from_checkpoint) == number
-            assert publisher._images._used == publisher.health().spare_bytes + sum(publisher.health().versions.values())
+            assert publisher._images.used_bytes == publisher.health().spare_bytes + sum(
+                publisher.health().versions.values()
+            )
         await all_returned(stager)
 
 
@@ -1003,6 +1016,42 @@ async def test_a_publisher_that_sends_garbage_is_asked_again(home: Path) -> None
         async with Publisher(home) as publisher:
             await publisher.publish(version(1), version=1)
             same((await anext(weights)).tensors, version(1))
+
+
+async def test_only_processes_of_the_same_user_are_connected(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    live = Live(Tell())
+    async with (
+        Publisher(home) as publisher,
+        Subscriber(publisher.url) as weights,
+        weights.following(live) as follower,
+    ):
+        await publisher.publish(version(1), version=1).applied(count=1, timeout_s=60)
+        me = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+        assert weights._link is not None
+        weights._link.end()
+        await until(lambda: "PermissionError" in str(weights._problem))
+        assert re.search(r"has no publisher, since \d\d:\d\d:\d\d: PermissionError", str(follower.health().problem))
+        monkeypatch.undo()
+        await publisher.publish(version(2), version=2).applied(count=1, timeout_s=60)
+        assert follower.health().ok
+
+
+async def test_an_image_with_an_unknown_dtype_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Published by a later version of sidestream, for example."""
+    parse = images.parse_header
+
+    def unknown(raw: bytes, *others: Any) -> Any:
+        return parse(raw.replace(b'"F32"', b'"F99"'), *others)
+
+    monkeypatch.setattr(images, "parse_header", unknown)
+    async with (
+        Publisher(home) as publisher,
+        Subscriber(publisher.url, name="one") as weights,
+        weights.following(Live(Tell())),
+    ):
+        report = await publisher.publish(version(1), version=1).applied(count=1, timeout_s=60)
+        assert "'F99', which this version does not read" in report.refused["one"]
 
 
 # --- compiled ---
