@@ -146,6 +146,13 @@ async def test_a_version_is_served_with_its_stamp(home: Path) -> None:
         await follower.ready()
         health = follower.health()
         assert (health.stamp, health.ok) == ("e1.v5", True)
+        # The same subscriber with another connection is no second one.
+        assert weights._link is not None
+        weights._link.end()
+        await until(lambda: weights._received == 4)
+        await until(lambda: "sent e1.v5; applied e1.v5" in publisher.health().subscribers.values())
+        with pytest.raises(DeadlineExceededError, match="1 of 2 subscribers"):
+            await pending.applied(count=2, timeout_s=0.01)
         assert publisher.health().channels == {"stable": "e1.v5"}
         assert list(publisher.health().subscribers.values()) == ["sent e1.v5; applied e1.v5"]
     assert live.stamp == "e1.v5"  # what is served stays
@@ -1009,7 +1016,10 @@ async def test_a_publisher_that_sends_garbage_is_asked_again(home: Path) -> None
     async with Subscriber(f"unix:{home}") as weights:
         for content in (b"x" * 100, version_of_nothing, b""):
             accepted, _ = await loop.sock_accept(listener)
+            assert b"stable" in await loop.sock_recv(accepted, 1 << 16)
             await loop.sock_sendall(accepted, content)
+            if content:
+                assert await loop.sock_recv(accepted, 1 << 16) == b""  # the subscriber has ended the connection
             accepted.close()
         listener.close()
         (home / "socket").unlink()
