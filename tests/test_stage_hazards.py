@@ -289,13 +289,14 @@ def test_stages_that_are_given_up_by_several_threads_at_once() -> None:
 @pytest.mark.parametrize(("policy", "error"), [("skip", SkippedError), ("fail", ArenaExhaustedError)])
 async def test_policies_do_not_wait_for_fragments(policy: Any, error: type[SidestreamError]) -> None:
     async with AsyncStager(budget_bytes=16 << 20, when_full=policy, timeout_s=60.0) as stager:
-        held = [await stager.stage({"t": torch.ones(700_000)}) for _ in range(4)]  # two in each segment
+        await stager.reserve(16 << 20)  # one segment
+        held = [await stager.stage({"t": torch.ones(700_000)}) for _ in range(4)]
         for index in (0, 2):
             held[index].release()
         gc.collect()
         while stager.statistics().leases > 2:
             await asyncio.sleep(0)
-        started = stager.stage({"t": torch.ones(1_250_000)})
+        started = stager.stage({"t": torch.ones(1_400_000)})  # more than what is free behind the last one
         with pytest.raises(error):
             await asyncio.wait_for(_result(started), 60)
         for staged in held:

@@ -190,7 +190,7 @@ async def test_a_subscriber_that_stands_still_holds_two_versions_and_one_that_di
             async def publish(number: int) -> sidestream.PendingVersion:
                 pending = publisher.publish(state_of(publisher.epoch, number), version=number)
                 stamp = (await pending).stamp
-                inodes[lock(publisher._channels.held[number].image)] = stamp
+                inodes[lock(publisher._versions.channels.held[number].image)] = stamp
                 return pending
 
             one = start("subscriber", home)
@@ -200,14 +200,16 @@ async def test_a_subscriber_that_stands_still_holds_two_versions_and_one_that_di
             one.signal(signal.SIGSTOP)
             for number in range(6, 20):
                 await publish(number)
-            assert alive(inodes) == {"e1.v5", "e1.v6", "e1.v19"}  # served, on its way, and the publisher's
+            await until(
+                lambda: alive(inodes) == {"e1.v5", "e1.v6", "e1.v19"}
+            )  # served, on its way, and the publisher's
             one.signal(signal.SIGCONT)
             await one.until("e1.v19".__eq__)
             await until(lambda: alive(inodes) == {"e1.v19"})
             one.signal(signal.SIGSTOP)
             for number in range(20, 24):
                 await publish(number)
-            assert alive(inodes) == {"e1.v19", "e1.v20", "e1.v23"}
+            await until(lambda: alive(inodes) == {"e1.v19", "e1.v20", "e1.v23"})
             one.kill()
             await until(lambda: alive(inodes) == {"e1.v23"})
             await until(lambda: not publisher.health().subscribers)

@@ -144,7 +144,7 @@ def no_seal(monkeypatch: pytest.MonkeyPatch) -> Callable[[Publisher], object]:
     """Nothing is sealed, subscribers do not look, and the publisher uses the memory for something else."""
 
     def write(publisher: Publisher) -> None:
-        held = publisher._channels.held[max(publisher._channels.held)].image
+        held = publisher._versions.channels.held[max(publisher._versions.channels.held)].image
         end = torch.full((257,), -7.0).numpy().tobytes()
         os.pwrite(held.memory.fileno(), end, held.nbytes - len(end))
 

@@ -55,6 +55,8 @@ class Channels:
         self._keep = keep
         self.held: dict[int, HeldVersion] = {}
         self.pointers: dict[str, list[int]] = {}
+        self._latest: dict[str, int] = {}
+        """The highest version that was published to each channel."""
         self.revision = 0
         self._waiting: list[asyncio.Future[None]] = []
 
@@ -66,10 +68,12 @@ class Channels:
     def publish(self, one: HeldVersion, channel: str | None) -> None:
         """Hold a version, and point the channel at it. Raises ``SkippedError`` if a later one came first: to the
         channel, or without a channel ``keep`` of them."""
-        if channel is not None and (pointers := self.pointers.get(channel)) and one.version < pointers[-1]:
-            raise SkippedError(f"{one.stamp} was not published: version {pointers[-1]} was complete before it")
+        latest = -1 if channel is None else self._latest.get(channel, -1)
+        if one.version <= latest:
+            raise SkippedError(f"{one.stamp} was not published: version {latest} was complete before it")
         self.held[one.version] = one
         if channel is not None:
+            self._latest[channel] = one.version
             self._point(channel, one.version)
         self._drop_unneeded()
         if one.version not in self.held:
@@ -128,6 +132,6 @@ class Channels:
     def _drop_unneeded(self) -> None:
         needed = {*sorted(self.held)[-self._keep :], *(pointers[-1] for pointers in self.pointers.values())}
         for version in self.held.keys() - needed:
-            self.held.pop(version).image.close()
+            self.held.pop(version).image.drop()
         for pointers in self.pointers.values():
             pointers[:] = [version for version in pointers if version in self.held]

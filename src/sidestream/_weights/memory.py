@@ -28,8 +28,10 @@ class VersionMemory:
 
     def __init__(self, budget_bytes: int | None) -> None:
         self._budget_bytes = budget_bytes
-        self._lock = threading.RLock()  # memory may be freed by a garbage collection
-        self._used = 0
+        self._lock = threading.Lock()
+        self._sizes: dict[object, int] = {}
+        """The bytes of each image. They are removed without a lock: a garbage collection may do it, in any thread, and
+        in a forked child."""
         self._spare: _Spare | None = None
         self._threads = Threads("sidestream-touch", 1)
         self._closed = False
@@ -49,20 +51,30 @@ class VersionMemory:
         with self._lock:
             if not self._fits(nbytes):
                 raise ArenaExhaustedError(
-                    f"a version of {nbytes} bytes does not fit: {self._used} of budget_bytes={self._budget_bytes} are "
-                    "in use by versions that are held; raise budget_bytes=, or lower keep="
+                    f"a version of {nbytes} bytes does not fit: {self.used_bytes} of "
+                    f"budget_bytes={self._budget_bytes} are in use by versions that are held; raise budget_bytes=, or "
+                    "lower keep="
                 )
-            self._used += nbytes
-        return self._made(nbytes)
+            key = self._reserved(nbytes)
+        return self._made(nbytes, key)
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of all images and of what is touched ahead."""
+        return sum(list(self._sizes.values()))
 
     def _fits(self, nbytes: int) -> bool:
-        return self._budget_bytes is None or self._used + nbytes <= self._budget_bytes
+        return self._budget_bytes is None or self.used_bytes + nbytes <= self._budget_bytes
 
-    def _made(self, nbytes: int) -> ImageMemory:
+    def _reserved(self, nbytes: int) -> object:
+        self._sizes[key := object()] = nbytes
+        return key
+
+    def _made(self, nbytes: int, key: object) -> ImageMemory:
         try:
-            return ImageMemory(nbytes, partial(self._free, nbytes))
+            return ImageMemory(nbytes, partial(self._sizes.pop, key, None))
         except BaseException:
-            self._free(nbytes)
+            self._sizes.pop(key, None)
             raise
 
     def _taken_spare(self) -> ImageMemory | None:
@@ -75,22 +87,19 @@ class VersionMemory:
             return spare.touched.result()  # after a few milliseconds: it is touched piece by piece
         return None
 
-    def _free(self, nbytes: int) -> None:
-        with self._lock:
-            self._used -= nbytes
-
     def touch_ahead(self, nbytes: int) -> None:
         """Touch memory for the next version in the background, if it fits into the budget."""
         with self._lock:
             if self._closed or self._spare is not None or not self._fits(nbytes):
                 return
-            stop = Stop()
-            with suppress(RuntimeError):  # the system starts no thread: the next version touches its memory itself
-                self._spare = _Spare(nbytes, stop, self._threads.submit(self._touch, nbytes, stop))
-                self._used += nbytes
+            stop, key = Stop(), self._reserved(nbytes)
+            try:
+                self._spare = _Spare(nbytes, stop, self._threads.submit(self._touch, nbytes, key, stop))
+            except RuntimeError:  # the system starts no thread: the next version touches its memory itself
+                self._sizes.pop(key)
 
-    def _touch(self, nbytes: int, stop: Stop) -> ImageMemory:
-        memory = self._made(nbytes)
+    def _touch(self, nbytes: int, key: object, stop: Stop) -> ImageMemory:
+        memory = self._made(nbytes, key)
         memory.touch(stop)
         return memory
 

@@ -27,6 +27,7 @@ from ..errors import (
     SidestreamError,
     StateMismatchError,
     StorageError,
+    UnsupportedCheckpointError,
     printable,
 )
 from .channels import check_channel
@@ -161,6 +162,7 @@ class Subscriber:
         self._link: Link | None = None
         self._problem: ConnectionError | None = None
         self._heard: float | None = None
+        self._since = ""
         self._changes = 0
         """How often something has changed."""
         self._received = 0
@@ -289,9 +291,11 @@ class Subscriber:
             await asyncio.sleep(_PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
 
     def _lost(self, why: str) -> None:
-        since = "" if self._heard is None else f", since {time.strftime('%H:%M:%S')}"
-        if self._problem is None:
-            self._problem = ConnectionError(f"{self.url} has no publisher{since}: {why}")
+        first = self._problem is None
+        if first and self._heard is not None:
+            self._since = f", since {time.strftime('%H:%M:%S')}"
+        self._problem = ConnectionError(f"{self.url} has no publisher{self._since}: {why}")
+        if first:
             self._notify()
 
     async def _listen(self, link: Link) -> None:
@@ -369,7 +373,7 @@ class _ChannelSource:
             return None
         try:
             image, tensors = await io_threads().run(self._mapped, announced)
-        except (StateMismatchError, CorruptCheckpointError) as error:
+        except (StateMismatchError, CorruptCheckpointError, UnsupportedCheckpointError) as error:
             return NotServed(announced.stamp, error)
         except OSError as error:
             raise StorageError(f"{announced.stamp} could not be mapped: {error}") from error
