@@ -104,7 +104,7 @@ def memfds(pid: int | str = "self") -> list[str]:
             found.append(os.readlink(f"/proc/{pid}/fd/{number}"))
         except FileNotFoundError:  # that of the listing
             continue
-    return [one for one in found if one.startswith("/memfd:sidestream")]
+    return [one for one in found if one.startswith("/memfd:sidestream version")]
 
 
 async def until(condition: Callable[[], object]) -> None:

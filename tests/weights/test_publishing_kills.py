@@ -109,10 +109,10 @@ def memory_of(pid: int) -> set[str]:
     found = set()
     for number in os.listdir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):
-            if os.readlink(f"/proc/{pid}/fd/{number}").startswith("/memfd:sidestream"):
+            if os.readlink(f"/proc/{pid}/fd/{number}").startswith("/memfd:sidestream version"):
                 found.add(str(os.stat(f"/proc/{pid}/fd/{number}").st_ino))
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-        if "/memfd:sidestream" in line:
+        if "/memfd:sidestream version" in line:
             found.add(line.split()[4])
     return found
 

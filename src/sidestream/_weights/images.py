@@ -19,6 +19,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -40,7 +41,10 @@ from .._staging.arena import touch
 from .._staging.host import move
 from ..errors import ArenaExhaustedError, CorruptCheckpointError
 
+_MEMFD = getattr(os, "MFD_CLOEXEC", 0) | getattr(os, "MFD_ALLOW_SEALING", 0)
 _SEALS = ("F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE")
+_GROUP_BYTES = 16 << 20
+_LARGE_BYTES = 64 << 10
 _BUSY_S = 10.0
 """How long a seal is tried again, because another process still has the writable map: one that was forked and has not
 begun another program yet."""
@@ -72,9 +76,18 @@ class SealedImage:
 
     def close(self) -> None:
         """Close the descriptors. Processes that have mapped the image keep it. Idempotent."""
+        # The system frees the memory with the last reference to it, which takes 100 ms for a gigabyte. A descriptor is
+        # closed while no thread can fork, and all others that open or close one wait for that. So the last reference is
+        # a map of one page, which a child does not have.
+        last: _ImageMap | None = None
+        with suppress(ValueError, OSError), no_fork():  # it is closed already, or there is no memory for a map
+            last = _ImageMap.of_file(self.memory.fileno(), mmap.PAGESIZE, mmap.MAP_PRIVATE)
+            advise(address_of(last), mmap.PAGESIZE, getattr(mmap, "MADV_DONTFORK", -1))
         self.memory.close()
         self.sums.close()
         self.freed()
+        if last is not None:
+            last.close()
 
     def drop(self) -> None:
         """Close it in a thread: to free a gigabyte takes the system some 100 ms."""
@@ -103,7 +116,9 @@ class ImageMemory:
         self.nbytes = nbytes
         try:
             with no_fork():  # a child would have the map, and the image could not be sealed
-                self.descriptor = Descriptor(os.memfd_create("sidestream", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+                self.descriptor = Descriptor(
+                    os.memfd_create("sidestream version", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                )
                 os.ftruncate(self.descriptor.fileno(), nbytes)
                 self._map = _ImageMap.of_file(self.descriptor.fileno(), nbytes, mmap.MAP_SHARED)
                 self.address = address_of(self._map)
@@ -120,23 +135,27 @@ class ImageMemory:
 
     def fill(self, layout: VersionLayout, parts: Iterable[PayloadPiece], stop: Stop) -> array[int]:
         """Copy the header and all pieces to their places. Returns the checksums of the blocks. Blocks."""
-        sums = _Sums(self.address, layout.nbytes)
+        blocks = _Blocks(self.address, layout.nbytes)
         ctypes.memmove(self.address, layout.header, len(layout.header))
-        sums.wrote(0, len(layout.header))
         ends = dict(layout.starts)
-        for part in parts:
-            stop.check()
-            start, nbytes = ends[part.name], part.elements.numel() * part.dtype.itemsize
-            if part.elements.dtype == part.dtype:
-                move(part.elements.data_ptr(), self.address + start, nbytes)
-            elif nbytes:
-                count = part.elements.numel()
-                torch.frombuffer(self._map, dtype=part.dtype, count=count, offset=start).copy_(part.elements)
-            ends[part.name] = start + nbytes
-            sums.wrote(start, nbytes)
-            del part  # the window that it refers to can be released
-            pause_point()
-        return sums.crcs
+        try:
+            blocks.wrote(0, len(layout.header))
+            for part in parts:
+                stop.check()
+                start, nbytes = ends[part.name], part.elements.numel() * part.dtype.itemsize
+                if part.elements.dtype == part.dtype:
+                    move(part.elements.data_ptr(), self.address + start, nbytes)
+                elif nbytes:
+                    count = part.elements.numel()
+                    torch.frombuffer(self._map, dtype=part.dtype, count=count, offset=start).copy_(part.elements)
+                ends[part.name] = start + nbytes
+                blocks.wrote(start, nbytes)
+                del part  # the window that it refers to can be released
+                if nbytes < _LARGE_BYTES:  # a larger copy has released the GIL already
+                    pause_point()
+        finally:
+            blocks.wait()
+        return blocks.crcs
 
     def targets(self, layout: VersionLayout, tensors: Iterable[OutTensor]) -> dict[str, torch.Tensor]:
         """Return tensors over the places, for reads from a checkpoint. They must be gone before ``complete``."""
@@ -148,9 +167,12 @@ class ImageMemory:
     def complete(self, layout: VersionLayout) -> SealedImage:
         """Seal an image whose tensors are in their places. Blocks."""
         ctypes.memmove(self.address, layout.header, len(layout.header))
-        sums = _Sums(self.address, layout.nbytes)
-        sums.wrote(0, layout.nbytes)
-        return self.seal(sums.crcs)
+        blocks = _Blocks(self.address, layout.nbytes)
+        try:
+            blocks.wrote(0, layout.nbytes)
+        finally:
+            blocks.wait()
+        return self.seal(blocks.crcs)
 
     def seal(self, sums: array[int]) -> SealedImage:
         """Unmap the memory and seal it, together with the checksums. Blocks."""
@@ -158,7 +180,7 @@ class ImageMemory:
         _seal(self.descriptor)
         try:
             with no_fork():
-                beside = Descriptor(os.memfd_create("sidestream sums", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+                beside = Descriptor(os.memfd_create("sidestream version sums", _MEMFD))
         except OSError as error:
             raise ArenaExhaustedError(f"the system did not grant memory for checksums: {error}") from error
         content = memoryview(sums).cast("B")
@@ -178,17 +200,20 @@ class ImageMemory:
             return
         # Page by page first: unmapping a gigabyte at once holds up all threads that map memory, for some 25 ms.
         for start, nbytes in pieces(self.nbytes):
-            advise(self.address + start, nbytes, mmap.MADV_DONTNEED)  # the pages stay in the memfd
+            _unmap(self.address + start, nbytes)
         with suppress(BufferError):  # an error refers to a tensor over it, and then the image is not sealed
             self._map.close()
 
 
-class _Sums:
-    """The checksums of blocks, each computed when its last byte has been written."""
+class _Blocks:
+    """The blocks of an image that is being written. When the last byte of a block is there its checksum is computed,
+    and when a group of blocks is complete it is unmapped, in another thread: that takes twice as long as the copy."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self._address, self._nbytes = address, nbytes
         self._left = [min(BLOCK_BYTES, nbytes - start) for start in range(0, nbytes, BLOCK_BYTES)]
+        self._left_in_group = [min(_GROUP_BYTES, nbytes - start) for start in range(0, nbytes, _GROUP_BYTES)]
+        self._unmapping: list[Future[int]] = []
         self.crcs = array("I", bytes(4 * len(self._left)))
 
     def wrote(self, start: int, nbytes: int) -> None:
@@ -199,9 +224,26 @@ class _Sums:
             self._left[number] -= size
             start += size
             if not self._left[number]:
-                begin = number * BLOCK_BYTES
-                block = (ctypes.c_char * min(BLOCK_BYTES, self._nbytes - begin)).from_address(self._address + begin)
-                self.crcs[number] = crc32(memoryview(block).cast("B"))
+                self._complete(number * BLOCK_BYTES, min(BLOCK_BYTES, self._nbytes - number * BLOCK_BYTES))
+
+    def _complete(self, begin: int, nbytes: int) -> None:
+        block = (ctypes.c_char * nbytes).from_address(self._address + begin)
+        self.crcs[begin // BLOCK_BYTES] = crc32(memoryview(block).cast("B"))
+        group = begin // _GROUP_BYTES
+        self._left_in_group[group] -= nbytes
+        if not self._left_in_group[group]:
+            start = group * _GROUP_BYTES
+            size = min(_GROUP_BYTES, self._nbytes - start)
+            with suppress(RuntimeError):  # the system starts no thread: it is unmapped before the seal
+                self._unmapping.append(io_threads().submit(_unmap, self._address + start, size))
+
+    def wait(self) -> None:
+        """Wait until no thread unmaps anything: other memory may lie at these addresses later."""
+        wait(self._unmapping)
+
+
+def _unmap(address: int, nbytes: int) -> int:
+    return advise(address, nbytes, mmap.MADV_DONTNEED)  # the pages stay in the memfd
 
 
 def _seal(descriptor: Descriptor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
@@ -11,6 +12,8 @@ from functools import partial
 from .._runtime.threads import Stop, Threads
 from ..errors import ArenaExhaustedError
 from .images import ImageMemory
+
+_NICE = 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,8 @@ class VersionMemory:
 
     def _touch(self, nbytes: int, key: object, stop: Stop) -> ImageMemory:
         memory = self._made(nbytes, key)
+        with suppress(OSError):  # servers take up the version of now: they come first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         memory.touch(stop)
         return memory
 

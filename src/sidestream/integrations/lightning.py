@@ -152,7 +152,7 @@ class SidestreamCheckpointIO(_Base):
             where = {} if map_location is None else {"map_location": map_location}
             return _PLUGINS[0].TorchCheckpointIO().load_checkpoint(place, weights_only=weights_only, **where)  # type: ignore[no-any-return]
         if callable(map_location) or isinstance(map_location, Mapping):
-            raise InvalidOptionError(f"{place}: map_location={map_location!r} has to be a device, because nothing is unpickled")
+            raise InvalidOptionError(f"{place}: map_location={map_location!r} has to be a device: nothing is unpickled")
         memory: Any = "host" if map_location is None else torch.device(map_location)
         with blocking.stopping_the_loop():  # a notebook runs a fit on its event loop
             return blocking.open_checkpoint(place, **self._storage).state_dict(memory=memory)
