@@ -414,13 +414,14 @@ async def test_a_version_that_fails_decides_nothing_for_those_after_it(home: Pat
         with pytest.raises(ArenaExhaustedError):
             await publisher.publish({"other": torch.zeros(1 << 20)}, version=1)
         with pytest.raises(MissingKeysError):
-            await Publisher.publish(with_select(publisher, "model.*"), version(1), version=1)
-        publisher._versions.select = None
+            await Publisher.publish(reselect(publisher, "model.*"), version(1), version=1)
+        reselect(publisher, None)
         assert (await publisher.publish(version(1), version=1)).stamp == "e1.v1"
 
 
-def with_select(publisher: Publisher, select: str) -> Publisher:
+def reselect(publisher: Publisher, select: str | None) -> Publisher:
     publisher._versions.select = select
+    publisher._versions._laid = None
     return publisher
 
 
@@ -637,7 +638,7 @@ async def test_a_version_that_finds_no_descriptor_fails_by_itself(home: Path, mo
     make, fails = os.memfd_create, True
 
     def no_descriptor(name: str, flags: int) -> int:
-        if fails and name == "sidestream sums":
+        if fails and name == "sidestream version sums":
             raise OSError(errno.EMFILE, "Too many open files")
         return make(name, flags)
 
@@ -823,10 +824,10 @@ async def test_a_save_that_fails_beside_its_version(home: Path, tmp_path: Path) 
         else:
             same((await anext(weights)).tensors, version(1))
         # The other way round: the version fails, and the save does not.
-        publisher._versions.select = "nothing.*"
+        reselect(publisher, "nothing.*")
         info = await sidestream.save(version(2), tmp_path / "b", publish=publisher.version(2))
         assert isinstance(info.published, MissingKeysError)
-        publisher._versions.select = None
+        reselect(publisher, None)
         # Both are cancelled.
         async with HeldStager() as stager:
             pending = sidestream.async_save(version(3), tmp_path / "c", publish=publisher.version(3), stager=stager)

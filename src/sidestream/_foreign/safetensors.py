@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from .._format.records import MAX_RANK, Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, itemsize
 from .._format.safetensors import DTYPES, INDEX_NAME
@@ -20,8 +20,7 @@ from ..errors import CorruptCheckpointError, UnsupportedCheckpointError
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSlice:
+class TensorSlice(NamedTuple):
     """A tensor of a file, which may be the box at ``offsets`` of a larger one. Its bytes begin at byte ``start`` of the
     file."""
 
@@ -96,7 +95,7 @@ def _slice(name: str, described: Any, sharding: Any, start: int, file: str) -> T
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    numbers = tuple(number for number in value if type(number) is int and 0 <= number < 1 << 63)
+    numbers = tuple([number for number in value if type(number) is int and 0 <= number < 1 << 63])
     if type(value) is not list or len(numbers) != len(value) or len(value) > MAX_RANK:
         raise ValueError
     return numbers

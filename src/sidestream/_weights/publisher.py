@@ -230,7 +230,7 @@ class Publisher:
 
     def _lay_out(self, stager: AsyncStager, captured: Captured) -> SavePlan:
         plan = SavePlan.of(stager.plans, stager.budget_bytes, captured)
-        self._versions.check_staged(plan)  # what cannot be published is refused before anything is copied
+        self._versions.laid_out(plan)  # what cannot be published is refused before anything is copied
         return plan
 
     def version(

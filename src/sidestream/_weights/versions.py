@@ -10,12 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from .._convert.chosen import choose_saved, choose_staged
 from .._convert.selection import Selection
 from .._convert.source import Source, open_source
 from .._convert.streamed import pieces_of
+from .._convert.targets import OutTensor
 from .._engine.calls import in_operation
 from .._group import Operation
 from .._layout.ranges import Box
@@ -91,6 +92,15 @@ class AppliedReport:
         return cls(stamp, applied, refused, skipped)
 
 
+class LaidOut(NamedTuple):
+    """What is published of states with one ``description``: the tensors by the items of the plan, and their image."""
+
+    description: object
+    by_item: Mapping[int, OutTensor]
+    looks: Looks
+    layout: VersionLayout
+
+
 class Versions:
     """The versions of one publisher at ``url``. Those of all have the same tensors."""
 
@@ -121,6 +131,8 @@ class Versions:
         """The numbers of the versions that are being made."""
         self._looks: Looks | None = None
         """Those of all versions, known from the first one on."""
+        self._laid: LaidOut | None = None
+        """That of the newest state."""
 
     def check_open(self) -> int:
         """Return the epoch. Raises ``ClosedError`` if the publisher is not open."""
@@ -152,10 +164,18 @@ class Versions:
             self._begun.add(version)
         return VersionSink(self, version, metadata, channel)
 
-    def check_staged(self, plan: SavePlan) -> None:
-        """Raise what is wrong with a state that is being staged. Called in a worker thread."""
-        chosen, _ = choose_staged(self, plan, self.url)
-        self.check(looks_of(chosen))
+    def laid_out(self, plan: SavePlan) -> LaidOut:
+        """Return what is published of a state that is being staged. Called in worker threads. Raises what is wrong with
+        it."""
+        # States with the same names and tensors have one description. Thousands of objects for each version would make
+        # Python collect its whole heap, which holds the GIL for 100 ms with torch imported.
+        laid = self._laid
+        if laid is None or laid.description is not plan.description:
+            chosen, by_item = choose_staged(self, plan, self.url)
+            layout = VersionLayout.of([by_item[item] for item in sorted(by_item)], chosen.aliases)
+            laid = self._laid = LaidOut(plan.description, by_item, looks_of(chosen), layout)
+        self.check(laid.looks)
+        return laid
 
     def ended(self, version: int) -> None:
         """Note that a version is published, or has failed."""
@@ -231,14 +251,11 @@ class VersionSink:
     def draw(self, snapshot: SnapshotReader[SavePlan] | FirstReader[SavePlan], stop: Stop) -> tuple[SealedImage, Looks]:
         """Copy the chosen tensors of the snapshot into an image. Called in a thread."""
         plan = snapshot.plan(stop)
-        chosen, by_item = choose_staged(self.versions, plan, self.url)
-        looks = looks_of(chosen)
-        self.versions.check(looks)
-        layout = VersionLayout.of([by_item[item] for item in sorted(by_item)], chosen.aliases)
-        memory = self.versions.memory.take(layout.nbytes)
-        parts = pieces_of(snapshot, plan, by_item, stop)
+        laid = self.versions.laid_out(plan)
+        memory = self.versions.memory.take(laid.layout.nbytes)
+        parts = pieces_of(snapshot, plan, laid.by_item, stop)
         try:
-            return memory.seal(memory.fill(layout, parts, stop)), looks
+            return memory.seal(memory.fill(laid.layout, parts, stop)), laid.looks
         except BaseException:
             memory.discard()
             raise
