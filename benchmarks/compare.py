@@ -47,10 +47,10 @@ def whole_table(figures: Figures) -> str:
         found = figures["shapes"][shape]
         parts.append(f"\n{shape}: {found['tensors']:,} tensors, {found['bytes'] / 1e9:.3f} GB")
         for what in ("save", "load"):
-            parts.append(f"  {what:30}{'s':>9}{'pause ms':>10}{'memory MB':>11}{'rounds':>8}")
+            parts.append(f"  {what:30}{'s':>9}{'pause ms':>10}{'memory MB':>11}")
             parts += [
                 f"  {name:30}{number(row, 'seconds', 1, '.3f'):>9}{number(row, 'longest pause', 1e3, '.1f'):>10}"
-                f"{number(row, 'memory bytes', 1e-6, '.0f'):>11}{row['n'] or '':>8}".rstrip()
+                f"{number(row, 'memory bytes', 1e-6, '.0f'):>11}".rstrip()
                 for name, row in found[what].items()
             ]
     return "```text\n" + "\n".join(parts) + "\n```\n"
