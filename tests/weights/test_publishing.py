@@ -661,7 +661,9 @@ async def test_a_subscriber_keeps_what_it_uses_and_nothing_else(home: Path) -> N
 
             def mapped() -> int:
                 gc.collect()
-                return len([line for line in Path("/proc/self/maps").read_text().splitlines() if "sidestream" in line])
+                return len(
+                    [line for line in Path("/proc/self/maps").read_text().splitlines() if "sidestream version" in line]
+                )
 
             await until(lambda: mapped() == 1)
             await until(lambda: len(memfds()) == 4)  # of the publisher, and of the subscriber
