@@ -277,7 +277,8 @@ class PendingVersion(PendingOutcome):
     checkpoint of the same save does not depend on it, nor it on the checkpoint. A version that fails is logged.
     """
 
-    _doing = _done = "published to"
+    _doing = "publishing to"
+    _done = "published to"
     _sink: PublishingSink
 
     def __init__(self, sink: PublishingSink, context: SinkContext = _no_context) -> None:
