@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -392,17 +393,23 @@ class Slow:
         raise AssertionError("nothing runs on a loop that stands still")
 
 
+@contextmanager
+def failures_of(target: Path) -> Iterator[list[events.LoadFailed]]:
+    failed: list[events.LoadFailed] = []
+
+    def noted(event: object) -> None:
+        if isinstance(event, events.LoadFailed) and event.load.url == str(target):
+            failed.append(event)
+
+    with events.observe(noted):
+        yield failed
+
+
 def test_a_load_does_not_wait_for_ever_for_a_loop_that_stands_still(tmp_path: Path) -> None:
     sidestream.blocking.save({"o": Slow()}, tmp_path / "a")
     loop = asyncio.new_event_loop()
     options = sidestream.LoadOptions(timeout_s=0.5)
-    failed: list[events.LoadFailed] = []
-
-    def noted(event: object) -> None:
-        if isinstance(event, events.LoadFailed) and event.load.url == str(tmp_path / "a"):
-            failed.append(event)
-
-    with events.observe(noted):
+    with failures_of(tmp_path / "a") as failed:
         # The loop stands still after its first iteration: the load has begun, and its objects cannot have been asked.
         task = loop.create_task(sidestream.load({"o": Slow()}, tmp_path / "a", options=options))
         loop.call_soon(loop.stop)
@@ -427,13 +434,7 @@ def test_a_loop_that_stands_still_between_two_objects(tmp_path: Path) -> None:
     sidestream.blocking.save({"a": Slow(), "b": Slow(), "t": torch.ones(3)}, tmp_path / "a")
     loop = asyncio.new_event_loop()
     options = sidestream.LoadOptions(timeout_s=0.5)
-    failed: list[events.LoadFailed] = []
-
-    def noted(event: object) -> None:
-        if isinstance(event, events.LoadFailed) and event.load.url == str(tmp_path / "a"):
-            failed.append(event)
-
-    with events.observe(noted):
+    with failures_of(tmp_path / "a") as failed:
         state = {"a": Stopping(), "b": Slow(), "t": torch.zeros(3)}
         task = loop.create_task(sidestream.load(state, tmp_path / "a", options=options))
         loop.run_forever()

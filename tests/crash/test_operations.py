@@ -15,7 +15,7 @@ HARMLESS = frozenset({
     "register_at_fork", "sched_getaffinity", "sched_getscheduler", "sched_param", "sched_setscheduler",
     "sysconf", "memfd_create", "sep", "name", "kill", "urandom", "uname",
     "posix_fadvise", "getcwd", "getuid", "geteuid", "umask", "supports_dir_fd", "_exit", "stat_result", "DirEntry",
-    "fork", "statvfs", "nice", "setpriority", "sched_setaffinity", "major", "minor",
+    "fork", "statvfs", "nice", "sched_setaffinity", "major", "minor",
     "pipe", "pipe2", "set_blocking", "dup2", "devnull", "readlink",  # of /proc
 })  # fmt: skip
 

@@ -116,9 +116,7 @@ class ImageMemory:
         self.nbytes = nbytes
         try:
             with no_fork():  # a child would have the map, and the image could not be sealed
-                self.descriptor = Descriptor(
-                    os.memfd_create("sidestream version", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-                )
+                self.descriptor = Descriptor(os.memfd_create("sidestream version", _MEMFD))
                 os.ftruncate(self.descriptor.fileno(), nbytes)
                 self._map = _ImageMap.of_file(self.descriptor.fileno(), nbytes, mmap.MAP_SHARED)
                 self.address = address_of(self._map)

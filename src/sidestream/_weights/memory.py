@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
@@ -13,7 +12,9 @@ from .._runtime.threads import Stop, Threads
 from ..errors import ArenaExhaustedError
 from .images import ImageMemory
 
-_NICE = 19
+_LATER_S = 0.2
+"""How long the next version's memory waits to be touched: servers take up the present version meanwhile. Not a thread of
+low priority: while it waited for a processor it could hold the lock of the process's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +103,10 @@ class VersionMemory:
                 self._sizes.pop(key)
 
     def _touch(self, nbytes: int, key: object, stop: Stop) -> ImageMemory:
-        memory = self._made(nbytes, key)
-        with suppress(OSError):  # servers take up the version of now: they come first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        memory, go_on = self._made(nbytes, key), threading.Event()
+        with stop.waking(go_on.set):
+            if not stop.is_set():
+                go_on.wait(_LATER_S)
         memory.touch(stop)
         return memory
 

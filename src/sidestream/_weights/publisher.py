@@ -164,7 +164,7 @@ class Publisher:
         await io_threads().run(self._home.close)
         await io_threads().run(versions.memory.close)
         for one in versions.channels.held.values():
-            one.image.close()
+            await io_threads().run(one.image.close)
         if self._own_stager and self._stager is not None:
             with suppress(DeadlineExceededError):
                 await self._stager.aclose_by(Deadline.after(_GRACE_S))
@@ -301,10 +301,10 @@ class Publisher:
         versions = self._versions
         epoch, channels, subscriptions = versions.check_open(), versions.channels, versions.subscriptions
         held = dict(channels.held)
-        pointers = {name: list(versions) for name, versions in list(channels.pointers.items())}
+        pointers = {name: list(ones) for name, ones in list(channels.pointers.items())}
         subscribers = {}
         for one in [] if subscriptions is None else list(subscriptions.open):
-            sent = "nothing yet" if one.sent is None else one.sent[0].stamp
+            sent = "nothing yet" if one.sent is None else one.sent.stamp
             said = "" if one.last is None else f"; {one.last.outcome} {one.last_stamp} {one.last.reason}".rstrip()
             subscribers[one.name] = f"sent {sent}{said}"
         return PublisherHealth(

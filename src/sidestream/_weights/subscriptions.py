@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 from dataclasses import dataclass, field
 
 from .._runtime.descriptors import close_in_children, no_fork
@@ -22,16 +21,15 @@ _log = logging.getLogger("sidestream")
 @dataclass(eq=False, slots=True)
 class Subscription:
     """One connection. ``ready``: the subscriber has received what was sent before, so that of a slow one the newest
-    version alone waits. ``sent`` is the version that was sent last, and the revision of the channels at that time."""
+    version alone waits. ``sent`` is the version that was sent last."""
 
     link: Link
     name: str = ""
     id: str = ""
     channel: str = ""
-    sent: tuple[HeldVersion, int] | None = None
+    sent: HeldVersion | None = None
     last: Answer | None = None
     last_stamp: str = ""
-    since: float = field(default_factory=time.monotonic)
     ready: bool = True
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -111,9 +109,9 @@ class Subscriptions:
                 await one.changed.wait()
                 one.changed.clear()
                 target, revision = self._channels.target(one.channel), self._channels.revision
-                if not one.ready or target is None or (one.sent is not None and one.sent[0] is target):
+                if not one.ready or target is None or one.sent is target:
                     continue
-                one.sent, one.ready = (target, revision), False
+                one.sent, one.ready = target, False
                 content = {
                     "epoch": target.epoch,
                     "version": target.version,

@@ -271,7 +271,7 @@ class VersionSink:
             held = HeldVersion(self.versions.check_open(), self.version, image, save_id, self.metadata)
             self.versions.make_visible(held, looks, self.channel)
         except BaseException:
-            image.close()
+            image.drop()
             raise
         self._held = held
         return record_of(held)
@@ -287,13 +287,11 @@ class VersionSink:
                     f"version {self.version} was not published: {save.location.url} is not the checkpoint of this save "
                     "any more"
                 )
-            chosen = await io_threads().run(choose_saved, self.versions, opened, self.url)
-            looks = looks_of(chosen)
-            self.versions.check(looks)
-            layout = VersionLayout.of(chosen.tensors, chosen.aliases)
+            chosen, looks, layout = await io_threads().run(self._laid_out, opened)
             memory = await io_threads().run(self.versions.memory.take, layout.nbytes)
             try:
-                await _read_into(memory, layout, opened, chosen)
+                wanted = await io_threads().run(_wanted, memory, layout, opened, chosen)
+                await Reader(opened.files, "always").read(wanted, own=True)
                 image = await io_threads().run(memory.complete, layout)
             except BaseException:
                 await run_shielded(io_threads().run, memory.discard)
@@ -301,6 +299,12 @@ class VersionSink:
         finally:
             await opened.aclose()
         return self.make_visible(image, looks, save.save_id)
+
+    def _laid_out(self, opened: Source) -> tuple[Selection, Looks, VersionLayout]:
+        chosen = choose_saved(self.versions, opened, self.url)
+        looks = looks_of(chosen)
+        self.versions.check(looks)
+        return chosen, looks, VersionLayout.of(chosen.tensors, chosen.aliases)
 
     def ended(self) -> None:
         self.versions.ended(self.version)
@@ -327,10 +331,10 @@ class VersionSink:
         return report
 
 
-async def _read_into(memory: ImageMemory, layout: VersionLayout, opened: Source, chosen: Selection) -> None:
-    """Read the chosen tensors of a checkpoint to their places in an image."""
+def _wanted(memory: ImageMemory, layout: VersionLayout, opened: Source, chosen: Selection) -> list[Wanted]:
+    """Return requests to read the chosen tensors of a checkpoint to their places in an image. Called in a thread."""
     wanted = []
     for name, target in memory.targets(layout, chosen.tensors).items():
         entry = opened.tensors[chosen.origin[name]].entry
         wanted.append(Wanted(name, entry, Box.whole(entry.shape), target))
-    await Reader(opened.files, "always").read(wanted, own=True)
+    return wanted
