@@ -13,8 +13,8 @@ from ..errors import ArenaExhaustedError
 from .images import ImageMemory
 
 _LATER_S = 0.2
-"""How long the next version's memory waits to be touched: servers take up the present version meanwhile. Not a thread of
-low priority: while it waited for a processor it could hold the lock of the process's memory."""
+"""How long the next version's memory waits to be touched: servers take up the present version meanwhile. A thread of
+low priority is no way: while it waits for a processor it may hold the lock of the process's memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -338,7 +338,7 @@ async def _published_alone(sink: VersionSink, staging: Staging[SavePlan], deadli
     try:
         with time_limit(deadline):
             image, looks = await read_in_thread(FirstReader(staging), sink.draw)
-            return sink.make_visible(image, looks, "")
+            return await sink.make_visible(image, looks, "")
     finally:
         staging.release()
         await run_shielded(copies_ended, staging, _GRACE_S)

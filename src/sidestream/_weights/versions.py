@@ -263,15 +263,15 @@ class VersionSink:
             parts.close()
 
     async def finish(self, read: tuple[SealedImage, Looks], save: Save) -> PublishedVersion:
-        return self.make_visible(*read, save.save_id)
+        return await self.make_visible(*read, save.save_id)
 
-    def make_visible(self, image: SealedImage, looks: Looks, save_id: str) -> PublishedVersion:
+    async def make_visible(self, image: SealedImage, looks: Looks, save_id: str) -> PublishedVersion:
         """Let subscribers take up a complete image."""
         try:
             held = HeldVersion(self.versions.check_open(), self.version, image, save_id, self.metadata)
             self.versions.make_visible(held, looks, self.channel)
         except BaseException:
-            image.drop()
+            await run_shielded(io_threads().run, image.close)
             raise
         self._held = held
         return record_of(held)
@@ -298,7 +298,7 @@ class VersionSink:
                 raise
         finally:
             await opened.aclose()
-        return self.make_visible(image, looks, save.save_id)
+        return await self.make_visible(image, looks, save.save_id)
 
     def _laid_out(self, opened: Source) -> tuple[Selection, Looks, VersionLayout]:
         chosen = choose_saved(self.versions, opened, self.url)
