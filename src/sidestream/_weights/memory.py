@@ -13,8 +13,8 @@ from ..errors import ArenaExhaustedError
 from .images import ImageMemory
 
 _LATER_S = 0.2
-"""How long the next version's memory waits to be touched: servers take up the present version meanwhile. A thread of
-low priority is no way: while it waits for a processor it may hold the lock of the process's memory."""
+"""How long the next version's memory waits to be touched: servers take up the present version meanwhile. With a
+low priority the thread might wait for a processor while it holds the lock of the memory of the process."""
 
 
 @dataclass(frozen=True, slots=True)
