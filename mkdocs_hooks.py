@@ -17,6 +17,8 @@ HIDDEN = {"index.md": ["navigation"], "comparison.md": ["toc"]}
 _BLOCK = re.compile(r'<div class="highlight">(<pre>.*?</pre>)', re.DOTALL)
 _PROMPT = re.compile(r'<span class="gp">\$ </span>(.*?)$', re.MULTILINE)
 _NAME = re.compile(r"<code>([A-Za-z_][\w.]*)</code>")
+_SEVERAL = re.compile(r"<code>\(.*?\)</code>")
+_ERROR = re.compile(r"(?<=[( ])[A-Z]\w+Error\b")
 _PAGE = re.compile(r"<code>docs/([\w/]+)\.md(#[\w-]+)?</code>")
 
 
@@ -56,13 +58,15 @@ def public_names(docs: Path) -> dict[str, str]:
 def with_links(content: str, names: dict[str, str]) -> str:
     """Make names and pages that docstrings mention links. Code in blocks has no ``<code>`` of one name."""
 
-    def link(found: re.Match[str]) -> str:
-        if found[1] not in names:
-            return found[0]
-        return f'<autoref identifier="{names[found[1]]}" optional>{found[0]}</autoref>'
+    def link(name: str, shown: str) -> str:
+        return f'<autoref identifier="{names[name]}" optional>{shown}</autoref>' if name in names else shown
 
-    content = _PAGE.sub(lambda found: f'<a href="../../{found[1]}/{found[2] or ""}">{found[1]}</a>', content)
-    return _NAME.sub(link, content)
+    def page(found: re.Match[str]) -> str:
+        return f'<a href="../../{found[1]}/{found[2] or ""}">{found[1].replace("_", " ")}</a>'
+
+    content = _PAGE.sub(page, content)
+    content = _SEVERAL.sub(lambda several: _ERROR.sub(lambda found: link(found[0], found[0]), several[0]), content)
+    return _NAME.sub(lambda found: link(found[1], found[0]), content)
 
 
 def on_post_build(config: Any) -> None:

@@ -89,9 +89,14 @@ def test_copy_buttons_copy_commands_and_names_of_the_reference_are_links() -> No
     )
 
     page.file.src_uri = "api/saving.md"
-    text = "<code>SaveOptions</code> <code>NoSpaceError</code> <code>pathlib</code> <code>docs/ranks.md#runs</code>"
+    text = (
+        "<code>SaveOptions</code> <code>NoSpaceError</code> <code>pathlib</code> <code>docs/live_weights.md#runs</code>"
+    )
+    text += ' <code>(<autoref identifier="sidestream.errors.StorageError">StorageError</autoref>, NoSpaceError)</code>'
     assert hooks.on_page_content(text, page, config) == (
         '<autoref identifier="sidestream.SaveOptions" optional><code>SaveOptions</code></autoref> '
         '<autoref identifier="sidestream.errors.NoSpaceError" optional><code>NoSpaceError</code></autoref> '
-        '<code>pathlib</code> <a href="../../ranks/#runs">ranks</a>'
+        '<code>pathlib</code> <a href="../../live_weights/#runs">live weights</a> '
+        '<code>(<autoref identifier="sidestream.errors.StorageError">StorageError</autoref>, '
+        '<autoref identifier="sidestream.errors.NoSpaceError" optional>NoSpaceError</autoref>)</code>'
     )
