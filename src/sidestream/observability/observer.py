@@ -6,9 +6,10 @@ import atexit
 import logging
 import os
 import queue
+import threading
 import time
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, Self
 
 from .._runtime.threads import Threads
@@ -16,6 +17,8 @@ from ..events import Event, observing
 
 _MOST = 10_000
 _CLOSE_S = 5.0
+_LATER_S = 0.1
+"""How long events wait for others: a thread that woke for each would compete with the save for the GIL."""
 
 _log = logging.getLogger("sidestream")
 
@@ -46,8 +49,8 @@ class EventObserver:
 class QueuedObserver(EventObserver):
     """The base of observers that may have to wait: for a disk, or for code of the user such as exporters and handlers.
 
-    The thread that emits an event puts it into a queue. One thread takes the events, in their order. If it is 10,000
-    events late, events are lost. In a forked child the observer takes none.
+    The thread that emits an event puts it into a queue. One thread takes the events, in their order, within 0.1 s if
+    nothing holds it up. If it is 10,000 events late, events are lost. In a forked child the observer takes none.
 
     Args:
         name: What warnings call it.
@@ -57,7 +60,8 @@ class QueuedObserver(EventObserver):
         self._name = name
         self._pid = os.getpid()
         self._lost = 0
-        self._warned = self._closed = False
+        self._warned = False
+        self._closed = threading.Event()
         self._queue: queue.SimpleQueue[tuple[Event, Any] | None] = queue.SimpleQueue()
         threads = Threads(f"sidestream-{type(self).__name__}", 1)
         self._done: Future[None] = threads.submit(self._take_all)
@@ -77,9 +81,9 @@ class QueuedObserver(EventObserver):
         """
         super().close()
         atexit.unregister(self.close)
-        if os.getpid() != self._pid or self._closed or self._done.done():
+        if os.getpid() != self._pid or self._closed.is_set() or self._done.done():
             return
-        self._closed = True
+        self._closed.set()
         self._queue.put(None)
         try:
             self._done.result(_CLOSE_S)
@@ -108,7 +112,7 @@ class QueuedObserver(EventObserver):
 
     def _take_all(self) -> None:
         try:
-            while (item := self._queue.get()) is not None:
+            while (item := self._next()) is not None:
                 try:
                     self._take(*item)
                 except Exception as error:
@@ -118,6 +122,13 @@ class QueuedObserver(EventObserver):
                 self._end()
             except Exception as error:  # ``close`` of a file may be the first to say that the disk is full
                 self._lose(0, error)
+
+    def _next(self) -> tuple[Event, Any] | None:
+        with suppress(queue.Empty):
+            return self._queue.get_nowait()
+        item = self._queue.get()
+        self._closed.wait(_LATER_S)
+        return item
 
     def _take(self, event: Event, noted: Any) -> None:
         """Take one event, and what was noted when it was emitted."""
