@@ -95,10 +95,12 @@ def _slice(name: str, described: Any, sharding: Any, start: int, file: str) -> T
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    numbers = tuple([number for number in value if type(number) is int and 0 <= number < 1 << 63])
-    if type(value) is not list or len(numbers) != len(value) or len(value) > MAX_RANK:
+    if type(value) is not list or len(value) > MAX_RANK:
         raise ValueError
-    return numbers
+    for number in value:
+        if type(number) is not int or not 0 <= number < 1 << 63:
+            raise ValueError
+    return tuple(value)
 
 
 def _parse_json(raw: str | bytes | bytearray) -> dict[str, Any]:

@@ -326,4 +326,5 @@ def _first_value(raw: bytes) -> Mapping[str, str]:
 def _view(memory: mmap.mmap, dtype: torch.dtype, start: int, shape: Sequence[int], nbytes: int) -> torch.Tensor:
     if not nbytes:
         return torch.empty(tuple(shape), dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=start).view(tuple(shape))
+    flat = torch.frombuffer(memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=start)
+    return flat if len(shape) == 1 else flat.view(tuple(shape))
