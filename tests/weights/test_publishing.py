@@ -245,7 +245,7 @@ async def test_what_does_not_fit_is_refused_with_the_reason(home: Path) -> None:
         pending = publisher.publish({"t0": torch.zeros(3), "other": torch.zeros(1)}, version=1)
         report = await pending.applied(count=1, timeout_s=60)
         assert "t0: shape" in report.refused["one"] or "it has shape" in report.refused["one"]
-        assert "t1: it is not there" in report.refused["one"]
+        assert "t1: missing" in report.refused["one"]
         with pytest.raises(StateMismatchError):
             await follower.ready()
         assert list(follower.health().passed_over) == ["e1.v1"]

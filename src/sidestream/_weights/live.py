@@ -20,7 +20,6 @@ from ..errors import (
     ClosedError,
     DtypeMismatchError,
     InvalidOptionError,
-    MissingKeysError,
     ShapeMismatchError,
     SidestreamError,
     SkippedError,
@@ -29,8 +28,9 @@ from ..errors import (
     UnexpectedKeysError,
 )
 from ..options import plain_integer
+from .matching import Difference, found_for, raise_mismatch
 from .refusals import problem_of
-from .shells import Place, Shell, Shells, raise_mismatch
+from .shells import Place, Shell, Shells
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,20 +228,11 @@ class Live:
     def _matched(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors by the first names of their places. Raises the ``StateMismatchError`` of all
         differences."""
-        found: dict[str, torch.Tensor] = {}
-        problems: dict[str, type[StateMismatchError]] = {}
+        found, problems = found_for(self._shells.places, tensors, _difference)
         problems |= {f"{name}: unknown": UnexpectedKeysError for name in tensors if name not in self._shells.leaders}
-        for leader, place in self._shells.places.items():
-            name = next((name for name in place.names if name in tensors), None)
-            if name is None:
-                problems[f"{leader}: missing"] = MissingKeysError
-                continue
-            found[leader] = tensors[name]
-            if difference := _difference(place, tensors[name]):
-                problems[f"{name}: {difference[0]}"] = difference[1]
         if problems:
             raise_mismatch("these weights do not fit the state dict of the model", problems)
-        return found
+        return {leader: tensors[name] for leader, name in found.items()}
 
     async def _claim(self) -> Shell:
         """Wait for a shell that no reading uses, on any loop, and claim it. Raises ``SkippedError`` if another one
@@ -350,7 +341,7 @@ def _resolve(waiter: ThreadFuture[Shell] | None, shell: Shell) -> None:
         waiter.set_result(shell)
 
 
-def _difference(place: Place, tensor: torch.Tensor) -> tuple[str, type[StateMismatchError]] | None:
+def _difference(tensor: torch.Tensor, place: Place) -> Difference | None:
     if problem := problem_of(tensor):
         return problem, StateMismatchError
     if tensor.shape != place.shape:

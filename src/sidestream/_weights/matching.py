@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NoReturn, TypeAlias, TypeVar
 
 import torch
 
@@ -17,9 +18,13 @@ from ..errors import (
     ShapeMismatchError,
     SidestreamError,
     StateMismatchError,
+    listed,
 )
 from ..options import Names
-from .shells import Place, raise_mismatch
+from .shells import Place
+
+T = TypeVar("T")
+Difference: TypeAlias = tuple[str, type[StateMismatchError]]
 
 
 def match(
@@ -36,26 +41,39 @@ def match(
     except Exception as error:
         raise InvalidOptionError(f"names= raised {type(error).__name__}: {error}") from error
     saved = {new: fqn for fqn, new in renamed.items() if new is not None}
+    found, problems = found_for(places, {new: saved_as[fqn] for new, fqn in saved.items()}, _difference)
+    if problems:
+        missing = [leader for leader in places if leader not in found]
+        raise_mismatch(f"{where} does not fit the weights that are served", problems, _advice(missing, saved))
+    return {leader: saved[name] for leader, name in found.items()}
+
+
+def found_for(
+    places: Mapping[str, Place], given: Mapping[str, T], difference: Callable[[T, Place], Difference | None]
+) -> tuple[dict[str, str], dict[str, type[StateMismatchError]]]:
+    """Return the name in ``given`` for each of ``places``, by their first names, and what does not fit."""
     found: dict[str, str] = {}
-    missing: list[str] = []
     problems: dict[str, type[StateMismatchError]] = {}
     for leader, place in places.items():
         pause_point()
-        name = next((name for name in place.names if name in saved), None)
+        name = next((name for name in place.names if name in given), None)
         if name is None:
-            missing.append(leader)
-            problems[f"{leader}: it is not there"] = MissingKeysError
+            problems[f"{leader}: missing"] = MissingKeysError
             continue
-        found[leader] = saved[name]
-        if difference := _difference(saved_as[saved[name]], place):
-            problems[f"{name}: {difference[0]}"] = difference[1]
-    if problems:
-        text = f"{where} does not fit the weights that are served"
-        raise_mismatch(text, problems, _advice(missing, saved))
-    return found
+        found[leader] = name
+        if differs := difference(given[name], place):
+            problems[f"{name}: {differs[0]}"] = differs[1]
+    return found, problems
 
 
-def _difference(info: TensorInfo | None, place: Place) -> tuple[str, type[StateMismatchError]] | None:
+def raise_mismatch(text: str, problems: Mapping[str, type[StateMismatchError]], advice: str = "") -> NoReturn:
+    """Raise the error for differences between places and tensors: the lines of ``problems``, each with its kind."""
+    kinds, lines = {*problems.values()}, sorted(problems)
+    kind = kinds.pop() if len(kinds) == 1 else StateMismatchError
+    raise kind(f"{text}:\n  {listed(lines)}{advice}", lines)
+
+
+def _difference(info: TensorInfo | None, place: Place) -> Difference | None:
     if info is None or info.kind:
         what = "a plain value" if info is None else f"a tensor of the kind {info.kind}"
         return f"it is {what} there", KindMismatchError

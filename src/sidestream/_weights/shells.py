@@ -10,13 +10,13 @@ import copy
 import threading
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from .._runtime.threads import io_threads, pause_point
 from .._staging.streams import Streams, current_streams, streams_of
-from ..errors import StateMismatchError, UnsupportedModuleError, listed
+from ..errors import UnsupportedModuleError, listed
 from .refusals import hidden_state, problems_of
 
 
@@ -161,13 +161,6 @@ def _checked(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, t
         return dict(model)
     _refuse(problems_of(model))
     return dict(model.state_dict(keep_vars=True))
-
-
-def raise_mismatch(text: str, problems: Mapping[str, type[StateMismatchError]], advice: str = "") -> NoReturn:
-    """Raise the error for differences between places and tensors: the lines of ``problems``, each with its kind."""
-    kinds, lines = {*problems.values()}, sorted(problems)
-    kind = kinds.pop() if len(kinds) == 1 else StateMismatchError
-    raise kind(f"{text}:\n  {listed(lines)}{advice}", lines)
 
 
 def _refuse(problems: Collection[str]) -> None:
