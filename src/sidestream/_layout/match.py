@@ -6,7 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any, TypeAlias, TypeVar
@@ -138,138 +138,173 @@ def match(
         renames = renamed(manifest, leaves_of(state, state_dicts), names, url, same=_same, others=others)
         manifest = renames.manifest
     findings = Findings(tolerance, renames, unexpected=[] if others else None)
-    roots: dict[int, Leaf] = {}
-    as_saved_of: dict[int | None, LoadedAsSaved] = {None: _NOTHING}
-    owned: dict[int, list[Leaf]] = {}
-    requested: set[str] = set()
-    tensors: dict[str, torch.Tensor] = {}
-    held: dict[str, list[tuple[str, Local]]] = {}
-    values: list[tuple[Leaf, ValueEntry]] = []
-    direct = DirectReads()
-    saved, parts = saved_composites(manifest)
-    composites = CompositeTargets(manifest, findings, saved)
-    found = manifest.stored
-    sorted_names = cache(lambda: sorted(manifest.entries))  # for a leaf that is missing, which most loads do not have
-    # Computed once, and not in the loop below. An empty dict of this rank may be the place of entries that only
-    # other ranks request, so its contents are not a finding.
+    # Computed once, before any leaf. An empty dict of this rank may be the place of entries that only other ranks
+    # request, so its contents are not a finding.
     filled = _filled_by_others(leaves_of(state, state_dicts), manifest) if others else frozenset()
+    matching = _Matching(manifest, findings, filled)
     for leaves in chunked(leaves_of(state, state_dicts), _FEW):
         pause_point()
+        matching.take(leaves)
+    # Only after all leaves: what an object gets includes entries that are not among its leaves, such as the moments
+    # that a fresh optimizer does not have yet.
+    statefuls = matching.statefuls()
+    top = {str(key) for key, _ in state_dicts.items(state)}
+    rest = _not_requested(renames, matching.requested, top, findings, matching.parts)
+    local, leaders, shared = matching.memory()
+    _check_fresh(statefuls, matching.tensors)
+    findings.raise_if_any(url, lambda: _names_in(state, state_dicts), saved_names)
+    new, made = matching.new(statefuls)
+    composites = matching.composites
+    return LoadPlan(
+        names=renames,
+        tensors=matching.tensors,
+        direct=matching.direct,
+        local=local,
+        leaders=leaders,
+        new=new,
+        composites=made,
+        sparse=tuple(leaf for leaf in composites.sparse if leaf.owner is None),
+        wholes=composites.wholes,
+        values=tuple(matching.values),
+        statefuls=statefuls,
+        not_requested=rest,
+        findings=findings,
+        parts=matching.parts,
+        shared=shared,
+    )
+
+
+class _Matching:
+    """The leaves of one target that were found in ``manifest``. ``take`` is called with all of them, in their order.
+
+    ``filled`` are the empty dicts of this rank whose contents other ranks request."""
+
+    def __init__(self, manifest: Manifest, findings: Findings, filled: frozenset[str]) -> None:
+        self._manifest, self._findings, self._filled = manifest, findings, filled
+        self._saved_composites, self.parts = saved_composites(manifest)
+        self.composites = CompositeTargets(manifest, findings, self._saved_composites)
+        self.requested: set[str] = set()
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.values: list[tuple[Leaf, ValueEntry]] = []
+        self.direct = DirectReads()
+        self._roots: dict[int, Leaf] = {}
+        self._owned: dict[int, list[Leaf]] = {}
+        """The leaves of each object."""
+        self._as_saved: dict[int | None, LoadedAsSaved] = {None: _NOTHING}
+        self._held: dict[str, list[tuple[str, Local]]] = {}
+
+    @cached_property
+    def _sorted_names(self) -> list[str]:
+        """Made for a leaf that is missing, which most loads do not have."""
+        return sorted(self._manifest.entries)
+
+    def take(self, leaves: Sequence[Leaf]) -> None:
+        """Match some leaves."""
         # Objects first. A root comes before its own leaves, in this chunk or in an earlier one, and the leaves are
         # compared by what their object takes.
         for root in leaves:
             if isinstance(root.value, StatefulRoot):
                 number = root.value.number
-                roots[number], owned[number] = root, []
-                as_saved_of[number] = loaded_as_saved(root)
-        # The common case is decided for the whole chunk at once: a plain tensor with one row in the manifest needs none
-        # of the branches below. A tensor that code of a module takes apart is not among them, since that code gets new
-        # memory.
+                self._roots[number], self._owned[number] = root, []
+                self._as_saved[number] = loaded_as_saved(root)
+        # The common case is decided for all of them at once: a plain tensor with one row in the manifest needs none of
+        # the branches in ``_take``. A tensor that code of a module takes apart is not among them, since that code gets
+        # new memory.
         plain = [
             leaf
             for leaf in leaves
             if leaf.whole is None
-            and leaf.fqn not in saved
-            and leaf.fqn not in filled
-            and not as_saved_of[leaf.owner].covers(leaf.fqn)
+            and leaf.fqn not in self._saved_composites
+            and leaf.fqn not in self._filled
+            and not self._as_saved[leaf.owner].covers(leaf.fqn)
         ]
-        added = direct.add(_candidates(plain, found))
+        added = self.direct.add(_candidates(plain, self._manifest.stored))
         for leaf in leaves:
-            fqn, _, value, _, _, owner, _ = leaf
-            requested.add(fqn)
-            if isinstance(value, StatefulRoot) or fqn in filled:
+            self.requested.add(leaf.fqn)
+            if isinstance(leaf.value, StatefulRoot) or leaf.fqn in self._filled:
                 continue
-            if owner is not None:
-                owned[owner].append(leaf)
-            entry = manifest.entries.get(fqn)
-            # The branches, in this order because each excludes those before it:
-            #
-            # - A part of a module that has loading code of its own. That code may exchange what was saved of two
-            #   parameters. If these were read in place, one would be overwritten before the code copies it, so the code
-            #   gets new memory.
-            # - A composite, whose parts are leaves as well and are compared in its place.
-            # - What ``direct`` has taken. For composites this is asked only now.
-            # - One value of the caller where a container was saved. This is for the caller's own state only: an object
-            #   decides itself what it makes of its containers.
-            # - Any other tensor. In an object that takes everything whole, a tensor that does not fit is not a finding:
-            #   it is read into new memory. A distributed tensor is compared in any case, since only its shards say what
-            #   this rank reads.
-            # - Any other value of the caller. An object checks its values itself.
-            if as_saved_of[owner].covers(fqn) and not _has_shards(value):
-                if isinstance(value, torch.Tensor) and not is_lazy(value) and value.is_meta:
-                    # ``load_state_dict`` would silently keep the meta tensor.
-                    check_tensor(value, fqn, "load into")  # load_state_dict would do nothing
-                _fits_object(leaf, entry, findings)
-                continue
-            whole = as_saved_of[owner].whole
-            composite = leaf.whole is not None or fqn in saved or type(value) is CompositeLeaf
-            if composite and composites.take(leaf, compare=not whole):
-                continue
-            if fqn in added or (composite and direct.add(_candidates([leaf], found))):
-                tensors[fqn] = value
-                continue
-            if owner is None and entry is None and not composite and (names_below := _names_below(fqn, sorted_names())):
-                requested.update(names_below)
-                _add_container(leaf, names_below, findings)
-            elif isinstance(value, torch.Tensor):
-                pieces = list(locals_of(fqn, value))
-                if whole and not is_distributed(value):
-                    fits = _fits_object(leaf, entry, findings)
-                else:
-                    fits = _tensor_fits(leaf, pieces, entry, findings)
-                if fits:
-                    tensors[fqn] = value
-                    held[fqn] = pieces
-            elif owner is None:
-                _match_value(leaf, entry, manifest.exact, values, findings)
-    # Only after all leaves: what an object gets includes entries that are not among its leaves, such as the moments
-    # that a fresh optimizer does not have yet.
-    below = _claimed(manifest, roots, owned)
-    found_of_roots = (
-        _match_stateful(root, as_saved_of[number], owned[number], below[number], manifest, findings, parts)
-        for number, root in roots.items()
-    )
-    statefuls = [stateful for stateful in found_of_roots if stateful is not None]
-    requested.update(fqn for entries in below.values() for fqn in entries)
-    requested.update(part for fqn in composites.met for part in manifest.parts_of(fqn))
-    top = {str(key) for key, _ in state_dicts.items(state)}
-    rest = _not_requested(renames, requested, top, findings, parts)
-    # Overlaps come last, since they need the memory of every tensor. Three cases share memory. Leaves of an object that
-    # were not saved so are read into new memory, and the object copies. The same view twice is a tie: one leader is
-    # read. Different views that may overlap are read into other memory, compared, and copied.
-    local, extents = _locals(tensors, held, direct, manifest)
-    objects = (leaf for number, leaves in owned.items() if as_saved_of[number].whole for leaf in leaves)
-    for fqn in _sharing_of_objects(local, extents, objects, manifest):
-        del tensors[fqn], local[fqn]
-    leaders = _tied(local, extents, manifest, findings)
-    shared = _sharing(local, extents, dict.fromkeys(leaders.values()))
-    _check_fresh(statefuls, tensors)
-    findings.raise_if_any(url, lambda: _names_in(state, state_dicts), saved_names)
-    new = dict.fromkeys(part for leaf in composites.sparse for part in manifest.parts_of(leaf.fqn))
-    made = dict.fromkeys(leaf.fqn for leaf in composites.sparse)
-    for stateful in statefuls:
-        for fqn, entry in paced(stateful.entries.items()):
-            if isinstance(entry, TensorEntry) and fqn not in tensors:
-                new[fqn] = None
-            elif isinstance(entry, CompositeEntry) and fqn not in composites.wholes:
-                made[fqn] = None
-    return LoadPlan(
-        names=renames,
-        tensors=tensors,
-        direct=direct,
-        local=local,
-        leaders=leaders,
-        new=tuple(new),
-        composites=tuple(made),
-        sparse=tuple(leaf for leaf in composites.sparse if leaf.owner is None),
-        wholes=composites.wholes,
-        values=tuple(values),
-        statefuls=tuple(statefuls),
-        not_requested=rest,
-        findings=findings,
-        parts=parts,
-        shared=shared,
-    )
+            if leaf.owner is not None:
+                self._owned[leaf.owner].append(leaf)
+            if leaf.fqn in added:
+                self.tensors[leaf.fqn] = leaf.value
+            else:
+                self._take(leaf)
+
+    def _take(self, leaf: Leaf) -> None:
+        """Match a leaf that is not a plain tensor with one row. Each branch excludes those before it."""
+        fqn, value, owner = leaf.fqn, leaf.value, leaf.owner
+        entry, findings = self._manifest.entries.get(fqn), self._findings
+        as_saved = self._as_saved[owner]
+        # A part of a module that has loading code of its own. That code may exchange what was saved of two parameters.
+        # If these were read in place, one would be overwritten before the code copies it, so the code gets new memory.
+        if as_saved.covers(fqn) and not _has_shards(value):
+            if isinstance(value, torch.Tensor) and not is_lazy(value) and value.is_meta:
+                check_tensor(value, fqn, "load into")  # load_state_dict would silently keep the meta tensor
+            _fits_object(leaf, entry, findings)
+            return
+        # A composite, whose parts are leaves as well and are compared in its place.
+        composite = leaf.whole is not None or fqn in self._saved_composites or type(value) is CompositeLeaf
+        if composite and self.composites.take(leaf, compare=not as_saved.whole):
+            return
+        if composite and self.direct.add(_candidates([leaf], self._manifest.stored)):
+            self.tensors[fqn] = value
+        # One value of the caller where a container was saved. This is for the caller's own state only: an object
+        # decides itself what it makes of its containers.
+        elif owner is None and entry is None and not composite and (below := _names_below(fqn, self._sorted_names)):
+            self.requested.update(below)
+            _add_container(leaf, below, findings)
+        elif isinstance(value, torch.Tensor):
+            # In an object that takes everything whole, a tensor that does not fit is not a finding: it is read into new
+            # memory. A distributed tensor is compared in any case, since only its shards say what this rank reads.
+            pieces = list(locals_of(fqn, value))
+            if as_saved.whole and not is_distributed(value):
+                fits = _fits_object(leaf, entry, findings)
+            else:
+                fits = _tensor_fits(leaf, pieces, entry, findings)
+            if fits:
+                self.tensors[fqn], self._held[fqn] = value, pieces
+        elif owner is None:  # an object checks its values itself
+            _match_value(leaf, entry, self._manifest.exact, self.values, findings)
+
+    def statefuls(self) -> tuple[StatefulLoad, ...]:
+        """Return the loads of all objects, when all leaves were taken. What they get is requested from then on."""
+        manifest, findings, parts = self._manifest, self._findings, self.parts
+        below = _claimed(manifest, self._roots, self._owned)
+        found = (
+            _match_stateful(root, self._as_saved[number], self._owned[number], below[number], manifest, findings, parts)
+            for number, root in self._roots.items()
+        )
+        statefuls = tuple(stateful for stateful in found if stateful is not None)
+        self.requested.update(fqn for entries in below.values() for fqn in entries)
+        self.requested.update(part for fqn in self.composites.met for part in manifest.parts_of(fqn))
+        return statefuls
+
+    def memory(self) -> tuple[dict[str, Local], dict[str, str], tuple[tuple[str, ...], ...]]:
+        """Return ``local``, ``leaders`` and ``shared`` of the plan. Tensors of objects that share memory are removed
+        from ``tensors``."""
+        # Last, since overlaps need the memory of every tensor. Three cases share memory. Leaves of an object that were
+        # not saved so are read into new memory, and the object copies. The same view twice is a tie: one leader is
+        # read. Different views that may overlap are read into other memory, compared, and copied.
+        manifest = self._manifest
+        local, extents = _locals(self.tensors, self._held, self.direct, manifest)
+        objects = (leaf for number, leaves in self._owned.items() if self._as_saved[number].whole for leaf in leaves)
+        for fqn in _sharing_of_objects(local, extents, objects, manifest):
+            del self.tensors[fqn], local[fqn]
+        leaders = _tied(local, extents, manifest, self._findings)
+        return local, leaders, _sharing(local, extents, dict.fromkeys(leaders.values()))
+
+    def new(self, statefuls: Iterable[StatefulLoad]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the tensors and the composite tensors that are made for objects, and not read in place."""
+        sparse = self.composites.sparse
+        new = dict.fromkeys(part for leaf in sparse for part in self._manifest.parts_of(leaf.fqn))
+        made = dict.fromkeys(leaf.fqn for leaf in sparse)
+        for stateful in statefuls:
+            for fqn, entry in paced(stateful.entries.items()):
+                if isinstance(entry, TensorEntry) and fqn not in self.tensors:
+                    new[fqn] = None
+                elif isinstance(entry, CompositeEntry) and fqn not in self.composites.wholes:
+                    made[fqn] = None
+        return tuple(new), tuple(made)
 
 
 def _candidates(leaves: Iterable[Leaf], found: Mapping[str, Entry | Row]) -> list[Candidate]:
