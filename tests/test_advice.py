@@ -8,7 +8,9 @@ import collections
 import dataclasses
 import datetime as dt
 import enum
+import errno
 import io
+import os
 import random
 import re
 import sys
@@ -174,6 +176,31 @@ async def test_other_names_get_no_advice_on_prefixes(tmp_path: Path) -> None:
         with pytest.raises(errors.StateMismatchError) as refused:
             await sidestream.load(target, tmp_path / "c")
         assert "has all of these names" not in str(refused.value)
+
+
+async def test_one_name_that_ends_like_another_gets_the_advice_for_a_missing_one(tmp_path: Path) -> None:
+    net = model()
+    state = {"model": net, "optimizer": torch.optim.Adam(net.parameters())}
+    await sidestream.save(state, tmp_path / "c")
+    with pytest.raises(errors.MissingKeysError) as refused:
+        await sidestream.load({**state, "lr": 0.1}, tmp_path / "c")
+    assert "all of these names" not in str(refused.value)  # optimizer.param_groups.0.lr is another value
+    assert "allow_missing=True" in str(refused.value)
+    with pytest.raises(errors.MissingKeysError) as refused:
+        await sidestream.load({"bias": torch.zeros(3)}, tmp_path / "c")
+    assert "pass names=sidestream.add_prefix" in str(refused.value)
+    assert "allow_missing=True" in str(refused.value)
+
+
+async def test_what_the_system_refuses_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(errors.StorageError, match="a part of this path is a file: choose another path") as refused:
+        await sidestream.save({"w": torch.ones(1)}, tmp_path / "file" / "c")
+    assert refused.value.errno == errno.ENOTDIR
+    read_only = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    said = errors.from_os_error(read_only, "creating a directory", str(tmp_path))
+    assert isinstance(said, errors.AccessDeniedError)
+    assert "the file system is mounted read-only: write elsewhere" in str(said)
 
 
 # --- values that are not plain data -----------------------------------------------------------------------------------

@@ -255,6 +255,7 @@ async def test_a_cancelled_export_leaves_the_checkpoint(tmp_path: Path) -> None:
     await pending
     with pytest.raises(asyncio.CancelledError):
         await pending.exports[0]
+    assert repr(pending.exports[0]) == f"<PendingExport {tmp_path / 'hf'}: cancelled>"
     assert os.listdir(tmp_path) == ["step"]
 
 

@@ -273,3 +273,5 @@ async def test_the_commands(tmp_path: Path) -> None:
     command("trace", tmp_path / "j", "-o", tmp_path / "trace.json")
     trace_schema.check(json.loads((tmp_path / "trace.json").read_text()))
     command("report", tmp_path / "missing", code=2)
+    (tmp_path / "page").write_text("some\ntext\n")
+    command("report", tmp_path / "page", code=2)  # it is not a report of no saves

@@ -497,7 +497,7 @@ def allocating(what: str) -> Iterator[None]:
 
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_DENIED = frozenset({errno.EACCES, errno.EPERM})
 
 
 def from_os_error(error: OSError, doing: str, path: str) -> StorageError:
@@ -506,10 +506,14 @@ def from_os_error(error: OSError, doing: str, path: str) -> StorageError:
     if number in _NO_SPACE:
         kind: type[StorageError] = NoSpaceError
         remedy = "free some space or raise the quota; what this attempt wrote is removed"
+    elif number == errno.EROFS:
+        kind, remedy = AccessDeniedError, "the file system is mounted read-only: write elsewhere"
     elif number in _DENIED:
         kind, remedy = AccessDeniedError, "check the permissions of that path and of its parent"
+    elif number == errno.ENOTDIR:
+        kind, remedy = StorageError, "a part of this path is a file: choose another path"
     else:
-        kind, remedy = StorageError, "see the errno; older checkpoints are untouched"
+        kind, remedy = StorageError, "older checkpoints are untouched"
     return kind(number, f"{doing} failed: {error.strerror or error} ({remedy})", path)
 
 

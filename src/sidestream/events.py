@@ -566,8 +566,13 @@ def emit(event: Event) -> None:
             _log.info("%s: %d bytes restored in %.3f s", load.url, event.nbytes, event.seconds.get("applied", 0.0))
         case SaveEvent() | LoadEvent():
             pass
-        case GuaranteeLost() | WriterProcessLost() | VersionPassedOver():
-            _log.warning("%s", event)
+        case VersionPassedOver():
+            _log.warning("%s: %s is not served: %s: %s", event.source, event.stamp, event.error_type, event.reason)
+        case GuaranteeLost():
+            _log.warning("%s: %s", event.url, event.promise)
+        case WriterProcessLost():
+            then = "; a new one writes the files again" if event.again else ""
+            _log.warning("%s: %s (PID %s)%s", event.url, event.reason, event.pid, then)
         case _:
             _log.debug("%s", event)
     for observer, _ in _observers:

@@ -85,6 +85,7 @@ def steps(url: str, options: Options = None) -> list[StepRow]:
             )
         )
     if not found:
+        blocking.open_checkpoint(url, storage_options=options)  # its error says what is there in place of a run
         raise CheckpointNotFoundError(f"{redacted(url)} has no committed step")
     return found
 

@@ -45,9 +45,12 @@ def trace(journals: Journals, output: Annotated[str, typer.Option("--output", "-
 
 
 def _read(path: str, *, quiet: bool) -> JournalContent:
+    from sidestream.errors import InvalidOptionError
     from sidestream.observability.records import read_journal
 
     content = read_journal(path)
+    if content.unreadable and not content.events and not content.lost:
+        raise InvalidOptionError(f"{path} is not a journal: none of its {content.unreadable} lines can be read")
     if not quiet and (content.lost or content.unreadable):
         say(f"{path}: {content.lost} events were lost, {content.unreadable} lines cannot be read")
     return content

@@ -339,6 +339,12 @@ def test_ls_and_info(run: Path) -> None:
         assert word in shown
 
 
+def test_ls_of_a_wrong_path_says_what_is_beside_it(run: Path) -> None:
+    said = sidestream_("ls", run.parent / "rnu", code=2)
+    assert "there is nothing of that name" in said
+    assert f"In {run.parent} there are run" in said
+
+
 def test_verify(tmp_path: Path) -> None:
     sidestream.blocking.save({"w": torch.arange(1000.0), "fine": torch.ones(2)}, tmp_path / "broken")
     shard = tmp_path / "broken" / "__0_1.distcp"

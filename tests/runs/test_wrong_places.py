@@ -51,7 +51,13 @@ async def test_a_run_is_not_a_checkpoint(root: str) -> None:
     assert "Use one of the checkpoints in" in await not_found(root)
     assert f"{root}/7".removeprefix("memory://") in await not_found(root)
     assert "The run of this step has 3 steps, from 10 to 30" in await not_found(f"{url}/step-40")
-    assert "An interrupted save leaves no such file" in await not_found(f"{url}/best")
+    said = await not_found(f"{url}/best")
+    assert re.search(
+        r"there is nothing of that name\. In \S+/7 there are step-10, step-20, step-30, step-30\.g2$", said
+    )
+    said = await not_found(f"{root}/8")
+    assert re.search(r"there is nothing of that name\. In \S+/runs there are 7$", said)
+    assert (await not_found(f"{root}-/deep/8")).endswith("there is nothing of that name.")
 
 
 async def test_a_step_that_was_not_committed_is_not_recommended(tmp_path: Path) -> None:
@@ -59,6 +65,12 @@ async def test_a_step_that_was_not_committed_is_not_recommended(tmp_path: Path) 
         await save_steps(checkpoints, 10)
     (tmp_path / "run" / "step-20").mkdir()
     assert "This is a run with step 10: load" in await not_found(str(tmp_path / "run"))
+
+
+async def test_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "best").mkdir()
+    said = await not_found(str(tmp_path / "best"))
+    assert said.endswith("there is no .metadata. Its save was interrupted, or it is no checkpoint")
 
 
 async def test_directories_of_checkpoints_and_of_files(tmp_path: Path) -> None:

@@ -520,6 +520,15 @@ async def test_names_leave_out_and_select_takes(home: Path) -> None:
         assert list((await anext(weights)).tensors) == ["x.t1"]
 
 
+async def test_names_with_a_prefix_are_told_of_the_publisher(home: Path) -> None:
+    live = Live(Tell())
+    async with Publisher(home) as publisher, Subscriber(publisher.url) as weights, weights.following(live) as follower:
+        await publisher.publish({"model": version(1)}, version=1)
+        said = r"pass names=sidestream\.strip_prefix\('model\.'\) to the Publisher"
+        with pytest.raises(sidestream.errors.MissingKeysError, match=said):
+            await follower.ready(timeout_s=60)
+
+
 async def test_bf16_is_published_and_fp32_served(home: Path) -> None:
     live = Live(Tell())
     async with (

@@ -81,7 +81,9 @@ class Findings:
         lines = [line for found in self.offenders.values() for line in found]
         kind = next(iter(self.offenders)) if len(self.offenders) == 1 else StateMismatchError
         hint = prefix_hint(self.absent, targets(), saved) if self.absent else ""
-        advice = [hint] if hint else [text for one, text in _ADVICE.items() if one in self.offenders]
+        advice = [text for one, text in _ADVICE.items() if one in self.offenders]
+        if hint:  # the same for one name alone may be chance, so that gets the other advice too
+            advice = [hint] if len(self.absent) > 1 else [hint, *advice]
         differences = "\n  ".join([listed(lines), *advice])
         raise kind(
             f"the target does not fit the checkpoint at {url} (nothing was changed):\n  {differences}",

@@ -36,6 +36,8 @@ def prefix_hint(absent: Sequence[str], targets: Collection[str], saved: Collecti
     dotted = ".".join(prefix) + "."
     heads = sorted({"".join(f"{part}." for part in name.split(".")[:at]) for name in absent})
     call = _call(add_prefix if adds else strip_prefix, dotted, heads, (absent, targets, saved))
+    if not call and len(absent) == 1:
+        return ""  # one name such as "lr" may end like many others, and no prefix makes the target fit
     name = (_with if adds else _without)(absent[0], at, prefix)
     names = f"the checkpoint has all of these names {'with' if adds else 'without'} the prefix {dotted!r} ({name!r})"
     wrapped = f"{names}, which wrappers such as DataParallel and torch.compile add"

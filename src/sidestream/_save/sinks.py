@@ -17,7 +17,7 @@ from .._runtime.public import public
 from .._runtime.tasks import run_shielded
 from .._runtime.threads import Deadline, Stop, ThreadFuture, Threads, time_limit
 from .._staging import SnapshotReader, clean
-from ..errors import ClosedError, InvalidOptionError, SkippedError, SnapshotLostError, printable_lines
+from ..errors import ClosedError, InvalidOptionError, SkippedError, SnapshotLostError, printable, printable_lines
 from ..options import Durability, Outcome
 from .running import Save
 
@@ -130,6 +130,12 @@ class PendingOutcome(Pending[Any]):
     def url(self) -> str:
         """Where it is written to."""
         return self._sink.url
+
+    def __repr__(self) -> str:
+        how = "in progress"
+        if self.done():
+            how = "cancelled" if self.cancelled() else "failed" if self._future.exception() else "done"
+        return printable(f"<{type(self).__name__} {self.url}: {how}>")
 
     def cancel(self) -> bool:
         """Ask it to stop. Awaiting it raises ``CancelledError`` when what it has written is removed.

@@ -142,7 +142,10 @@ class FollowerHealth(Displayed):
         return self.stamp is not None and not (self.problem or self.passed_over or self.waiting)
 
     def _summary(self) -> str:
-        return f"{'ok' if self.ok else 'not ok'}: {self.stamp or 'no version yet'} for {self.served_s:.0f} s"
+        served = f"{'ok' if self.ok else 'not ok'}: {self.stamp or 'no version yet'} for {self.served_s:.0f} s"
+        over = f"passed over {', '.join(self.passed_over)}" if self.passed_over else ""
+        waits = "a version waits for readings" if self.waiting else ""
+        return "; ".join(part for part in (served, self.problem, over, waits) if part)
 
     def _table(self) -> Table:
         rows = [["problem", self.problem]] if self.problem else []

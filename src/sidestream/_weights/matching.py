@@ -28,10 +28,14 @@ Difference: TypeAlias = tuple[str, type[StateMismatchError]]
 
 
 def match(
-    saved_as: Mapping[str, TensorInfo | None], where: str, places: Mapping[str, Place], names: Names | None
+    saved_as: Mapping[str, TensorInfo | None],
+    where: str,
+    places: Mapping[str, Place],
+    names: Names | None,
+    taker: str,
 ) -> dict[str, str]:
     """Return the name in ``saved_as``, the tensors at ``where``, for each of ``places``, by their first names. Called
-    in a worker thread.
+    in a worker thread. ``taker`` is what takes ``names=`` in the program, for advice.
 
     Raises a ``StateMismatchError`` that lists all differences, and what ``new_names`` raises."""
     try:
@@ -44,7 +48,7 @@ def match(
     found, problems = found_for(places, {new: saved_as[fqn] for new, fqn in saved.items()}, _difference)
     if problems:
         missing = [leader for leader in places if leader not in found]
-        raise_mismatch(f"{where} does not fit the weights that are served", problems, _advice(missing, saved))
+        raise_mismatch(f"{where} does not fit the weights that are served", problems, _advice(missing, saved, taker))
     return {leader: saved[name] for leader, name in found.items()}
 
 
@@ -85,14 +89,16 @@ def _difference(info: TensorInfo | None, place: Place) -> Difference | None:
     return None
 
 
-def _advice(missing: list[str], saved: Mapping[str, str]) -> str:
+def _advice(missing: list[str], saved: Mapping[str, str], taker: str) -> str:
     """Return the call that finds all ``missing`` names, if they have one prefix in the checkpoint."""
     if not missing:
         return ""
     first = missing[0]
     prefixes = [name.removesuffix(first) for name in saved if name.endswith(f".{first}")]
     whole = [prefix for prefix in prefixes if all(prefix + name in saved for name in missing)]
-    return f"\n  The names have a prefix: names=sidestream.strip_prefix({min(whole, key=len)!r})" if whole else ""
+    if not whole:
+        return ""
+    return f"\n  The names have a prefix: pass names=sidestream.strip_prefix({min(whole, key=len)!r}) to {taker}"
 
 
 def dtypes_of(found: Mapping[str, str], places: Mapping[str, Place]) -> dict[str, torch.dtype]:

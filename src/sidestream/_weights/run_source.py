@@ -139,7 +139,7 @@ class RunSource:
             raise step.damage
         places = self._live._shells.places
         checkpoint = await self._run.open(step.name, self._options)
-        found = await io_threads().run(match, checkpoint, checkpoint.url, places, self._names)
+        found = await io_threads().run(match, checkpoint, checkpoint.url, places, self._names, "following()")
         deadline, stop = current_deadline(), Stop()
         tensors = await checkpoint.fetch(
             dtypes_of(found, places),

@@ -383,7 +383,7 @@ class _ChannelSource:
         image = VersionImage(self._subscriber, announced)
         places, tensors = self._live._shells.places, image.tensors
         infos = {name: TensorInfo(one.dtype, one.shape, one.nbytes) for name, one in tensors.items()}
-        found = match(infos, image.stamp, places, None)
+        found = match(infos, image.stamp, places, None, "the Publisher")
         image._image.make_present()
         by_name: dict[str, torch.Tensor] = {}
         for leader, name in found.items():

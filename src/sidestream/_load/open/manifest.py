@@ -61,6 +61,16 @@ async def what_is_there(store: Store, name: str, url: str, files: Mapping[str, i
     return ""
 
 
+async def _beside(store: Store, url: str) -> str:
+    """Return which checkpoints and runs are in the directory above ``url``, where nothing is. Empty if there are none,
+    or if that is unknown."""
+    with suppress(SidestreamError, FileNotFoundError):
+        visible = await io_threads().run(_first_visible, await store.directories())
+        found = [one for one in visible if await _holds_checkpoint(store, one)]
+        return f"In {url.rpartition('/')[0]} there are {', '.join(found)}" if found else ""
+    return ""
+
+
 def _first_visible(names: Iterable[str]) -> list[str]:
     return heapq.nsmallest(_MOST_LOOKED_AT, (one for one in paced(names) if not one.startswith(".")))
 
@@ -217,11 +227,12 @@ async def _read_single(source: RangeSource, location: Location) -> Manifest:
         manifest = await read_file_manifest(source, name, await source.size(name))
         await io_threads().run(validate, manifest)
     except FileNotFoundError as error:
-        what = await what_is_there(store, name, url, {}) if store.capabilities.listing else ""
-        raise CheckpointNotFoundError(
-            f"no committed checkpoint at {url}: there is no {METADATA_NAME}, and no file of that name. "
-            f"{what or _INTERRUPTED}"
-        ) from error
+        if store.capabilities.listing:
+            what = await what_is_there(store, name, url, {}) or await _beside(store, url)
+            lacking = f"there is nothing of that name. {what}".rstrip()
+        else:
+            lacking = f"there is no {METADATA_NAME}, and no file of that name. {_INTERRUPTED}"
+        raise CheckpointNotFoundError(f"no committed checkpoint at {url}: {lacking}") from error
     except SidestreamError as error:
         raise error.within(url) from error
     return manifest
@@ -381,7 +392,7 @@ def _lacking(error: FileNotFoundError) -> str:
     return f"there is no {METADATA_NAME}"
 
 
-_INTERRUPTED = "An interrupted save leaves no such file"
+_INTERRUPTED = "Its save was interrupted, or it is no checkpoint"
 
 
 async def _read_unmarked(source: RangeSource, sizes: Mapping[str, int]) -> Manifest:
