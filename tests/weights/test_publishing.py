@@ -14,6 +14,7 @@ import socket
 import stat
 import sys
 import threading
+import weakref
 from array import array
 from collections.abc import Callable
 from contextlib import suppress
@@ -687,6 +688,23 @@ def attempts(number: int, nbytes: int) -> list[Callable[[], object]]:
 def write_anew(path: str) -> None:
     with open(path, "r+b", buffering=0) as file:
         file.write(b"x")
+
+
+async def test_a_follower_that_has_ended_keeps_no_memory_until_a_collection(home: Path) -> None:
+    async def follows_for_a_while(weights: Subscriber) -> weakref.ref[Live]:
+        live = Live(Tell())
+        async with weights.following(live) as follower:
+            await follower.ready(timeout_s=60)
+        return weakref.ref(live)
+
+    async with Publisher(home) as publisher, Subscriber(publisher.url) as weights:
+        await publisher.publish(version(1), version=1)
+        gc.disable()
+        try:
+            live = await follows_for_a_while(weights)
+            await until(lambda: live() is None)
+        finally:
+            gc.enable()
 
 
 async def test_nobody_can_change_a_version(home: Path) -> None:
