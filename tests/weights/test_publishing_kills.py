@@ -62,6 +62,28 @@ async def test_kills_and_stops_at_many_moments(rounds: int, seed: int, tmp_path:
         assert [line for one in (*subscribers, *ended) for line in one.wrong] == []
 
 
+async def test_a_publisher_that_stands_still_holds_up_no_answer_and_no_follower(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    live = sidestream.Live(state_of(0, 0))
+    with programs() as start:
+        publisher = start("publisher", home)
+        async with sidestream.Subscriber(f"unix:{home}") as weights:
+            image = await anext(weights)
+            publisher.signal(signal.SIGSTOP)
+            async with asyncio.timeout(PATIENCE_S):
+                for _ in range(2_000):  # many more than the socket has room for
+                    await image.applied()
+                await image.refused("the last one")
+            async with weights.following(live) as follower:
+                await follower.ready(timeout_s=PATIENCE_S)
+                stamp = live.stamp
+                assert stamp is not None
+                with live.reading() as reading:
+                    assert {float(one[0]) for one in reading.tensors.values()} == {value_in(stamp)}
+                publisher.signal(signal.SIGCONT)
+                await until(lambda: live.stamp is not None and stamp_above(*parts(stamp))(live.stamp))
+
+
 # --- memory ---
 
 
