@@ -24,6 +24,7 @@ from ..errors import (
     ClosedError,
     DeadlineExceededError,
     IncompleteCheckpointError,
+    InvalidOptionError,
     RefusedVersionError,
     SidestreamError,
     SkippedError,
@@ -188,6 +189,7 @@ class Follower:
         Raises:
             StateMismatchError: The versions that are there do not fit: names are missing, or shapes differ. The
                 follower continues all the same.
+            InvalidOptionError: A checkpoint was saved where the run should be.
             DeadlineExceededError: There was no good version in time. The message says which were passed over.
             ClosedError: The follower was not entered, or has ended.
         """
@@ -216,6 +218,8 @@ class Follower:
             raise ClosedError(f"the follower of {self._source.url} has ended: {self._problem}") from self._problem
         if (mismatch := self._mismatch()) is not None:
             raise mismatch
+        if isinstance(self._problem, InvalidOptionError):
+            raise self._problem
 
     def accept_lower(self) -> None:
         """Serve a step with a lower number, if it was saved later than the one that is served: a trainer went back.
@@ -298,6 +302,8 @@ class Follower:
             return True
         except SidestreamError as error:
             self._problem = without_frames(error)
+            if isinstance(error, InvalidOptionError):  # for example a checkpoint, and not a run: a wait is of no use
+                self._settled.set()
         return False
 
     def _mismatch(self) -> SidestreamError | None:
