@@ -225,6 +225,49 @@ async def test_only_subscribers_of_its_channel_answer_to_a_version(home: Path) -
         assert (await for_canary.applied(count=1, timeout_s=60)).applied == ("canary",)
 
 
+async def test_subscribers_with_one_name_are_told_apart(home: Path) -> None:
+    async with (
+        Publisher(home) as publisher,
+        Subscriber(publisher.url, name="server") as one,
+        Subscriber(publisher.url, name="server") as other,
+    ):
+        pending = publisher.publish(version(1), version=1)
+        await pending
+        await (await anext(one)).refused("too old")
+        await (image := await anext(other)).refused("too new")
+        report = await pending.applied(count=2, timeout_s=60)
+        assert sorted(report.refused) == ["server", "server (2)"]
+        assert sorted(report.refused.values()) == ["too new", "too old"]
+        assert sorted(publisher.health().subscribers) == ["server", "server (2)"]
+        # The same one with another connection keeps its name.
+        assert other._link is not None
+        other._link.end()
+        await until(lambda: other._received == 2)
+        await image.applied()
+        name = next(name for name, reason in report.refused.items() if reason == "too new")
+        await until(lambda: publisher.health().subscribers[name] == "sent e1.v1; applied e1.v1")
+        assert len(publisher.health().subscribers) == 2
+        report = await pending.applied(count=2, timeout_s=60)
+        assert (report.applied, len(report.refused)) == ((name,), 1)
+
+
+async def test_an_answer_about_the_version_of_an_earlier_publisher_decides_nothing(home: Path) -> None:
+    async with Subscriber(f"unix:{home}", name="slow") as weights:
+        async with Publisher(home) as publisher:
+            await publisher.publish(version(5), version=5)
+            old = await anext(weights)
+        async with Publisher(home) as publisher:
+            pending = publisher.publish(version(1), version=1)
+            await pending
+            image = await anext(weights)
+            await old.applied()  # it serves it only now
+            await until(lambda: "applied e1.v5" in publisher.health().subscribers["slow"])
+            with pytest.raises(DeadlineExceededError, match="0 of 1 subscribers"):
+                await pending.applied(count=1, timeout_s=0.01)
+            await image.applied()
+            assert (await pending.applied(count=1, timeout_s=60)).applied == ("slow",)
+
+
 async def test_a_report_is_waited_for_until_the_publisher_ends(home: Path) -> None:
     async with Publisher(home) as publisher:
         pending = publisher.publish(version(1), version=1)

@@ -143,7 +143,8 @@ class Subscriber:
     Args:
         url: The ``url`` of the publisher: ``unix:`` and its home. There need not be a publisher yet.
         channel: The channel.
-        name: The name in the reports of the publisher. None: host and process.
+        name: The name in the reports of the publisher, which call a second subscriber of this name ``name (2)``. None:
+            host and process.
 
     Raises:
         InvalidOptionError: An argument is wrong.

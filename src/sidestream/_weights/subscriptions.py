@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from dataclasses import dataclass, field
+from itertools import count
 
 from .._runtime.descriptors import close_in_children, no_fork
 from .._runtime.tasks import create_owned_task
@@ -86,8 +87,8 @@ class Subscriptions:
             hello = await one.link.receive()
             if hello is None or hello.kind is not LinkMessageKind.HELLO:
                 return
-            one.name, one.channel = printable(str(hello.content["name"]))[:_MOST_NAME], str(hello.content["channel"])
-            one.id = str(hello.content["id"])
+            one.id, one.channel = str(hello.content["id"]), str(hello.content["channel"])
+            one.name = self._own_name(printable(str(hello.content["name"]))[:_MOST_NAME], one.id)
             self.open.append(one)
             one.changed.set()
             sending = create_owned_task(self._send(one), "sidestream publisher: sending")
@@ -102,6 +103,12 @@ class Subscriptions:
             if one in self.open:
                 self.open.remove(one)
             await one.link.close()
+
+    def _own_name(self, name: str, id_: str) -> str:
+        """Return a name that no other subscriber has now: reports would take them for one."""
+        taken = {other.name for other in self.open if other.id != id_}
+        names = (name if number == 1 else f"{name} ({number})" for number in count(1))
+        return next(one for one in names if one not in taken)
 
     async def _send(self, one: Subscription) -> None:
         try:
@@ -140,5 +147,7 @@ class Subscriptions:
         for held in self._channels.held.values():
             if held.stamp == one.last_stamp:
                 self._channels.answer(held, one.id, one.last)
-            elif applied and held.version < version and one.channel in held.channels:
+            # One about the version of an earlier publisher says nothing about those of this one.
+            later = held.version < version and one.last_stamp == f"e{held.epoch}.v{version}"
+            if applied and later and one.channel in held.channels:
                 self._channels.answer(held, one.id, Answer(one.name, "skipped"))
