@@ -9,7 +9,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from warm import Popen
 
 import sidestream
 
-PATIENCE_S = 120.0
+PATIENCE_S = 15.0
 _SOURCE = Path(sidestream.__file__).parents[1]
 _PROGRAM = Path(__file__).with_name("_published.py")
 
@@ -25,11 +25,14 @@ _PROGRAM = Path(__file__).with_name("_published.py")
 class Program:
     """A process, and what it has said."""
 
-    def __init__(self, role: str, home: Path) -> None:
-        path = os.pathsep.join((str(_SOURCE), str(_PROGRAM.parent)))
+    def __init__(
+        self, role: str, home: Path, *arguments: str, program: Path = _PROGRAM, env: Mapping[str, str] | None = None
+    ) -> None:
+        path = os.pathsep.join(map(str, (_SOURCE, _PROGRAM.parent, _PROGRAM.parents[1])))
         self.process = Popen(
-            [sys.executable, str(_PROGRAM), role, str(home)], stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": path},
+            [sys.executable, str(program), role, str(home), *arguments],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": path, **(env or {})},
         )  # fmt: skip
         self.pid = self.process.pid
         self.said: list[str] = []
@@ -62,7 +65,10 @@ class Program:
 
     def close(self) -> None:
         assert self.process.stdout is not None
+        assert self.process.stdin is not None
         self.kill()
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
         self._listener.join(PATIENCE_S)
         self.process.stdout.close()
 

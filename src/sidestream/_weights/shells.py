@@ -136,7 +136,7 @@ class Shells:
                     shell.tensors[name].copy_(tensors[name], non_blocking=True)
         # Before any reading may begin, on whatever stream. Without a limit: a copy that was enqueued cannot be taken
         # back, so nothing else could be put into the shell after one. If the device stands still, so do the requests
-        # on it; the version before stays, and is served again as soon as the device goes on.
+        # on it, and the version before stays.
         own.finish()
 
     def _set(self, shell: Shell, place: Place, name: str, tensor: torch.Tensor) -> None:
