@@ -734,18 +734,21 @@ def write_anew(path: str) -> None:
 
 
 async def test_a_follower_that_has_ended_keeps_no_memory_until_a_collection(home: Path) -> None:
-    async def follows_for_a_while(weights: Subscriber) -> weakref.ref[Live]:
-        live = Live(Tell())
+    async def follows_for_a_while(weights: Subscriber, turns: int) -> weakref.ref[Live]:
+        live = Live(version(0))
         async with weights.following(live) as follower:
             await follower.ready(timeout_s=60)
+            for _ in range(turns):  # its end comes at another moment each time
+                await asyncio.sleep(0)
         return weakref.ref(live)
 
     async with Publisher(home) as publisher, Subscriber(publisher.url) as weights:
         await publisher.publish(version(1), version=1)
         gc.disable()
         try:
-            live = await follows_for_a_while(weights)
-            await until(lambda: live() is None)
+            for number in range(100):
+                live = await follows_for_a_while(weights, number % 10)
+                await until(lambda live=live: live() is None)
         finally:
             gc.enable()
 
