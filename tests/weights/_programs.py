@@ -17,7 +17,7 @@ from warm import Popen
 
 import sidestream
 
-PATIENCE_S = 15.0
+PATIENCE_S = 120.0
 _SOURCE = Path(sidestream.__file__).parents[1]
 _PROGRAM = Path(__file__).with_name("_published.py")
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import socket
 from dataclasses import dataclass, field
-from itertools import count
 
 from .._runtime.descriptors import close_in_children, no_fork
 from .._runtime.tasks import create_owned_task
@@ -87,8 +86,8 @@ class Subscriptions:
             hello = await one.link.receive()
             if hello is None or hello.kind is not LinkMessageKind.HELLO:
                 return
-            one.id, one.channel = str(hello.content["id"]), str(hello.content["channel"])
-            one.name = self._own_name(printable(str(hello.content["name"]))[:_MOST_NAME], one.id)
+            one.name, one.channel = printable(str(hello.content["name"]))[:_MOST_NAME], str(hello.content["channel"])
+            one.id = str(hello.content["id"])
             self.open.append(one)
             one.changed.set()
             sending = create_owned_task(self._send(one), "sidestream publisher: sending")
@@ -103,12 +102,6 @@ class Subscriptions:
             if one in self.open:
                 self.open.remove(one)
             await one.link.close()
-
-    def _own_name(self, name: str, id_: str) -> str:
-        """Return a name that no other subscriber has now: reports would take them for one."""
-        taken = {other.name for other in self.open if other.id != id_}
-        names = (name if number == 1 else f"{name} ({number})" for number in count(1))
-        return next(one for one in names if one not in taken)
 
     async def _send(self, one: Subscription) -> None:
         try:
