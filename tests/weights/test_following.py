@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -141,6 +142,23 @@ async def test_a_run_that_does_not_exist_yet(tmp_path: Path) -> None:
         await save(tmp_path / "run", 0)
         await follower.ready(timeout_s=PATIENCE_S)
         assert serves(live, "step-0") == {0.0}
+
+
+async def test_a_checkpoint_is_not_a_run(tmp_path: Path) -> None:
+    live, url = Live(Tell()), tmp_path / "run" / "step-7"
+    says = re.escape(f"{url} is a checkpoint, not a run. A run is the directory that contains its checkpoints, here ")
+    async with following(url, live) as follower:  # there is nothing yet
+        await sidestream.save(state(7), url)
+        for _ in range(2):
+            with pytest.raises(InvalidOptionError, match=says):
+                await follower.ready(timeout_s=PATIENCE_S)
+        assert "is a checkpoint, not a run" in str(follower.health().problem)
+    with pytest.raises(InvalidOptionError, match=says):
+        async with following(url, live):
+            pass
+    async with following(url.parent, live) as follower:  # what the message says
+        await follower.ready(timeout_s=PATIENCE_S)
+    assert live.stamp == "step-7"
 
 
 async def test_a_store_in_memory(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import socket
 import stat
 import sys
 import threading
+import weakref
 from array import array
 from collections.abc import Callable
 from contextlib import suppress
@@ -222,6 +223,48 @@ async def test_only_subscribers_of_its_channel_answer_to_a_version(home: Path) -
                 await one.applied(count=1, timeout_s=0.01)
         await (await anext(canary)).applied()
         assert (await for_canary.applied(count=1, timeout_s=60)).applied == ("canary",)
+
+
+async def test_subscribers_with_one_name_are_told_apart(home: Path) -> None:
+    async with (
+        Publisher(home) as publisher,
+        Subscriber(publisher.url, name="server") as one,
+        Subscriber(publisher.url, name="server") as other,
+    ):
+        pending = publisher.publish(version(1), version=1)
+        await pending
+        await (await anext(one)).refused("too old")
+        await (image := await anext(other)).refused("too new")
+        report = await pending.applied(count=2, timeout_s=60)
+        assert sorted(report.refused) == ["server", "server (2)"]
+        assert sorted(report.refused.values()) == ["too new", "too old"]
+        assert sorted(publisher.health().subscribers) == ["server", "server (2)"]
+        # The same one with another connection is no third one.
+        assert other._link is not None
+        other._link.end()
+        await until(lambda: other._received == 2)
+        assert len(publisher.health().subscribers) == 2
+        await image.applied()
+        await until(lambda: "sent e1.v1; applied e1.v1" in publisher.health().subscribers.values())
+        report = await pending.applied(count=2, timeout_s=60)
+        assert [len(report.applied), list(report.refused.values())] == [1, ["too old"]]
+
+
+async def test_an_answer_about_the_version_of_an_earlier_publisher_decides_nothing(home: Path) -> None:
+    async with Subscriber(f"unix:{home}", name="slow") as weights:
+        async with Publisher(home) as publisher:
+            await publisher.publish(version(5), version=5)
+            old = await anext(weights)
+        async with Publisher(home) as publisher:
+            pending = publisher.publish(version(1), version=1)
+            await pending
+            image = await anext(weights)
+            await old.applied()  # it serves it only now
+            await until(lambda: "applied e1.v5" in publisher.health().subscribers["slow"])
+            with pytest.raises(DeadlineExceededError, match="0 of 1 subscribers"):
+                await pending.applied(count=1, timeout_s=0.01)
+            await image.applied()
+            assert (await pending.applied(count=1, timeout_s=60)).applied == ("slow",)
 
 
 async def test_a_report_is_waited_for_until_the_publisher_ends(home: Path) -> None:
@@ -696,6 +739,26 @@ def attempts(number: int, nbytes: int) -> list[Callable[[], object]]:
 def write_anew(path: str) -> None:
     with open(path, "r+b", buffering=0) as file:
         file.write(b"x")
+
+
+async def test_a_follower_that_has_ended_keeps_no_memory_until_a_collection(home: Path) -> None:
+    async def follows_for_a_while(weights: Subscriber, turns: int) -> weakref.ref[Live]:
+        live = Live(version(0))
+        async with weights.following(live) as follower:
+            await follower.ready(timeout_s=60)
+            for _ in range(turns):  # its end comes at another moment each time
+                await asyncio.sleep(0)
+        return weakref.ref(live)
+
+    async with Publisher(home) as publisher, Subscriber(publisher.url) as weights:
+        await publisher.publish(version(1), version=1)
+        gc.disable()
+        try:
+            for number in range(100):
+                live = await follows_for_a_while(weights, number % 10)
+                await until(lambda live=live: live() is None)
+        finally:
+            gc.enable()
 
 
 async def test_nobody_can_change_a_version(home: Path) -> None:

@@ -3,125 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
-import queue
 import random
 import signal
-import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from _programs import PATIENCE_S, Program, alive, lock, memory_of, parts, programs, stamp_above, until
 from _published import CHILDREN, LARGE, state_of, value_in
-from warm import Popen
 
 import sidestream
 from sidestream.errors import PublisherRunningError
 
-PATIENCE_S = 120.0
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is handed over on Linux only")
-PROGRAM = Path(__file__).with_name("_published.py")
-SOURCE = Path(sidestream.__file__).parents[1]
-
-
-class Program:
-    """A process, and what it has said."""
-
-    def __init__(self, role: str, home: Path) -> None:
-        path = os.pathsep.join((str(SOURCE), str(PROGRAM.parent)))
-        self.process = Popen(
-            [sys.executable, str(PROGRAM), role, str(home)], stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": path},
-        )  # fmt: skip
-        self.pid = self.process.pid
-        self.said: list[str] = []
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
-
-    def _listen(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.put(line.strip())
-
-    async def until(self, wanted: Callable[[str], object]) -> str:
-        """Wait until it says something new that is ``wanted``."""
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                while not self._lines.empty():
-                    self.said.append(self._lines.get())
-                    if wanted(self.said[-1]):
-                        return self.said[-1]
-                assert self.process.poll() is None, self.said[-5:]
-                await asyncio.sleep(0.002)
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def close(self) -> None:
-        assert self.process.stdout is not None
-        self.kill()
-        self._listener.join(PATIENCE_S)
-        self.process.stdout.close()
-
-    @property
-    def wrong(self) -> list[str]:
-        return [line for line in self.said if line.startswith("wrong")]
-
-
-@contextmanager
-def programs() -> Iterator[Callable[[str, Path], Program]]:
-    made: list[Program] = []
-
-    def start(role: str, home: Path) -> Program:
-        made.append(Program(role, home))
-        return made[-1]
-
-    try:
-        yield start
-    finally:
-        for one in made:
-            one.close()
-
-
-def stamp_above(epoch: int, number: int = 0) -> Callable[[str], bool]:
-    def found(line: str) -> bool:
-        return line.startswith("e") and tuple(map(int, line.removeprefix("e").split(".v"))) > (epoch, number)
-
-    return found
-
-
-def parts(stamp: str) -> tuple[int, int]:
-    epoch, number = stamp.removeprefix("e").split(".v")
-    return int(epoch), int(number)
-
-
-def memory_of(pid: int) -> set[str]:
-    """The images that a process has open or mapped, by their inodes."""
-    found = set()
-    for number in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(FileNotFoundError):
-            if os.readlink(f"/proc/{pid}/fd/{number}").startswith("/memfd:sidestream version"):
-                found.add(str(os.stat(f"/proc/{pid}/fd/{number}").st_ino))
-    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-        if "/memfd:sidestream version" in line:
-            found.add(line.split()[4])
-    return found
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.005)
-
 
 # --- kills and stops ---
 
@@ -167,19 +62,29 @@ async def test_kills_and_stops_at_many_moments(rounds: int, seed: int, tmp_path:
         assert [line for one in (*subscribers, *ended) for line in one.wrong] == []
 
 
+async def test_a_publisher_that_stands_still_holds_up_no_answer_and_no_follower(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    live = sidestream.Live(state_of(0, 0))
+    with programs() as start:
+        publisher = start("publisher", home)
+        async with sidestream.Subscriber(f"unix:{home}") as weights:
+            image = await anext(weights)
+            publisher.signal(signal.SIGSTOP)
+            async with asyncio.timeout(PATIENCE_S):
+                for _ in range(2_000):  # many more than the socket has room for
+                    await image.applied()
+                await image.refused("the last one")
+            async with weights.following(live) as follower:
+                await follower.ready(timeout_s=PATIENCE_S)
+                stamp = live.stamp
+                assert stamp is not None
+                with live.reading() as reading:
+                    assert {float(one[0]) for one in reading.tensors.values()} == {value_in(stamp)}
+                publisher.signal(signal.SIGCONT)
+                await until(lambda: live.stamp is not None and stamp_above(*parts(stamp))(live.stamp))
+
+
 # --- memory ---
-
-
-def lock(image: sidestream._weights.images.SealedImage) -> str:
-    """Lock the image. The lock lasts as long as anybody, or a message on its way, has the memory."""
-    fcntl.flock(image.memory.fileno(), fcntl.LOCK_SH)
-    return str(os.fstat(image.memory.fileno()).st_ino)
-
-
-def alive(inodes: dict[str, str]) -> set[str]:
-    """Those of the locked images that somebody has."""
-    there = {line.split()[5].split(":")[2] for line in Path("/proc/locks").read_text().splitlines() if "->" not in line}
-    return {stamp for inode, stamp in inodes.items() if inode in there}
 
 
 async def test_a_subscriber_that_stands_still_holds_two_versions_and_one_that_dies_none(tmp_path: Path) -> None:

@@ -172,4 +172,5 @@ class _Call(Generic[T]):
         self._begun = True
         if self._interrupted and (task := asyncio.current_task()) is not None:
             task.cancel()
+            del task  # its cancel will refer to this frame
         return await self._work()

@@ -322,7 +322,10 @@ class TaskCaller(Caller):
                     with suppress(asyncio.CancelledError):
                         await self._serve()
         self.close()
-        return cancelled
+        try:
+            return cancelled
+        finally:
+            del cancelled  # it refers to this frame
 
     async def _serve(self) -> None:
         while True:

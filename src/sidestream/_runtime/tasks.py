@@ -164,7 +164,10 @@ async def wait_out(
                 first = first or cancel
                 if on_cancel is not None:
                     on_cancel(cancel)
-    return first
+    try:
+        return first
+    finally:
+        del first  # it refers to this frame
 
 
 async def in_parallel(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, count
 from typing import Any, Literal, NamedTuple
 
 from ..errors import InvalidOptionError, SkippedError, VersionNotFoundError
@@ -17,6 +18,15 @@ def check_channel(channel: object) -> None:
     """Raise ``InvalidOptionError`` unless ``channel`` is a name."""
     if not isinstance(channel, str) or not 0 < len(channel) <= _MOST_NAME:
         raise InvalidOptionError(f"channel={channel!r:.300} has to be a text of at most {_MOST_NAME} characters")
+
+
+def told_apart(names: Iterable[str]) -> list[str]:
+    """Return the names of subscribers with a number where one of them comes again."""
+    found: dict[str, None] = {}
+    for name in names:
+        numbered = (f"{name} ({number})" for number in count(2))
+        found[next(one for one in chain([name], numbered) if one not in found)] = None
+    return list(found)
 
 
 class Answer(NamedTuple):

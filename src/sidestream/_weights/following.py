@@ -24,6 +24,7 @@ from ..errors import (
     ClosedError,
     DeadlineExceededError,
     IncompleteCheckpointError,
+    InvalidOptionError,
     RefusedVersionError,
     SidestreamError,
     SkippedError,
@@ -166,6 +167,8 @@ class Follower:
         self._source, self._live = source, live
         self._accept, self._before, self._after_swap = hooks
         self._task: asyncio.Task[None] | None = None
+        self._ended = False
+        """Whether the block was left."""
         self._settled = asyncio.Event()
         """Set when a version is served, or when none of those that are there fits."""
         self._served: Candidate | None = None
@@ -189,10 +192,11 @@ class Follower:
         Raises:
             StateMismatchError: The versions that are there do not fit: names are missing, or shapes differ. The
                 follower continues all the same.
+            InvalidOptionError: A checkpoint was saved where the run should be.
             DeadlineExceededError: There was no good version in time. The message says which were passed over.
             ClosedError: The follower was not entered, or has ended.
         """
-        if self._task is None:
+        if self._task is None and not self._ended:
             raise ClosedError("enter the follower first: async with ....following(live) as follower")
         if timeout_s is not None:
             check_seconds("timeout_s", timeout_s)
@@ -217,6 +221,8 @@ class Follower:
             raise ClosedError(f"the follower of {self._source.url} has ended: {self._problem}") from self._problem
         if (mismatch := self._mismatch()) is not None:
             raise mismatch
+        if isinstance(self._problem, InvalidOptionError):
+            raise self._problem
 
     def accept_lower(self) -> None:
         """Serve a step with a lower number, if it was saved later than the one that is served: a trainer went back.
@@ -247,7 +253,7 @@ class Follower:
 
     async def __aenter__(self) -> Follower:
         running_loop("following")
-        if self._task is not None:
+        if self._task is not None or self._ended:
             raise ClosedError("this follower was entered before: call following() again")
         self._task = create_owned_task(self._follow(), f"sidestream follower of {self._source.url}")
         return self
@@ -261,6 +267,7 @@ class Follower:
         cancelled = await wait_out(task, lambda _: task.cancel())
         self._source.close()
         self._settled.set()  # a task that was cancelled at once has not done it
+        self._task, self._ended = None, True  # its cancel refers to this object, and with it to the weights
         if cancelled is not None:
             raise cancelled
         if error is None and not task.cancelled() and (failure := task.exception()) is not None:
@@ -298,6 +305,8 @@ class Follower:
             return True
         except SidestreamError as error:
             self._problem = without_frames(error)
+            if isinstance(error, InvalidOptionError):  # for example a checkpoint, and not a run: a wait is of no use
+                self._settled.set()
         return False
 
     def _mismatch(self) -> SidestreamError | None:

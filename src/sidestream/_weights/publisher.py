@@ -33,7 +33,7 @@ from ..options import (
     check_timeout,
     plain_integer,
 )
-from .channels import check_channel
+from .channels import check_channel, told_apart
 from .home import SCHEME, Home, check_system
 from .subscriptions import Subscriptions
 from .versions import PublishedVersion, Versions, VersionSink, record_of
@@ -303,10 +303,12 @@ class Publisher:
         held = dict(channels.held)
         pointers = {name: list(ones) for name, ones in list(channels.pointers.items())}
         subscribers = {}
-        for one in [] if subscriptions is None else list(subscriptions.open):
+        # By their ids, because the connection that a subscriber had before may not have ended yet.
+        latest = {} if subscriptions is None else {one.id: one for one in list(subscriptions.open)}
+        for name, one in zip(told_apart(one.name for one in latest.values()), latest.values(), strict=True):
             sent = "nothing yet" if one.sent is None else one.sent.stamp
             said = "" if one.last is None else f"; {one.last.outcome} {one.last_stamp} {one.last.reason}".rstrip()
-            subscribers[one.name] = f"sent {sent}{said}"
+            subscribers[name] = f"sent {sent}{said}"
         return PublisherHealth(
             epoch=epoch,
             versions=MappingProxyType({one.stamp: one.image.nbytes for one in held.values()}),

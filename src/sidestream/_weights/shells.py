@@ -134,7 +134,10 @@ class Shells:
                     self._set(shell, place, name, tensors[name].detach())
                 else:
                     shell.tensors[name].copy_(tensors[name], non_blocking=True)
-        own.finish()  # before any reading may begin, on whatever stream
+        # Before any reading may begin, on whatever stream. Without a limit: a copy that was enqueued cannot be taken
+        # back, so nothing else could be put into the shell after one. If the device stands still, so do the requests
+        # on it, and the version before stays.
+        own.finish()
 
     def _set(self, shell: Shell, place: Place, name: str, tensor: torch.Tensor) -> None:
         if shell.module is None:

@@ -41,6 +41,8 @@ from .matching import match
 _PAUSES_S = (0.02, 0.05, 0.1, 0.25, 0.5)
 """Before a publisher is looked for again."""
 _POLL_S = 1.0
+_GRACE_S = 0.2
+"""How long the last answers may take when a subscriber is left."""
 _MOST_REASON = 2000
 _MOST_NAME = 200
 
@@ -141,7 +143,8 @@ class Subscriber:
     Args:
         url: The ``url`` of the publisher: ``unix:`` and its home. There need not be a publisher yet.
         channel: The channel.
-        name: The name in the reports of the publisher. None: host and process.
+        name: The name in the reports of the publisher, which call a second subscriber of this name ``name (2)``. None:
+            host and process.
 
     Raises:
         InvalidOptionError: An argument is wrong.
@@ -169,6 +172,10 @@ class Subscriber:
         """How many versions have been received."""
         self._changed: asyncio.Event | None = None
         self._task: asyncio.Task[None] | None = None
+        self._answers: dict[str, LinkMessage] = {}
+        """The last answer to each version, by stamp, until it is sent."""
+        self._answering: asyncio.Task[None] | None = None
+        """What sends them."""
         self._closed = False
         self._yielded = ""
 
@@ -189,6 +196,8 @@ class Subscriber:
 
     async def _close(self) -> None:
         task, self._task, self._closed = self._task, None, True
+        if self._answering is not None:
+            await asyncio.wait([self._answering], timeout=_GRACE_S)
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -261,10 +270,18 @@ class Subscriber:
                     await self._changed.wait()
 
     async def _answer(self, kind: LinkMessageKind, stamp: str, version: int, reason: str = "") -> None:
+        """Answer to a version. Does not wait until it is sent: a publisher that stands still reads nothing."""
         content = {"version": version, "stamp": stamp, "reason": printable(reason)[:_MOST_REASON]}
         if self._link is not None:
+            self._answers[stamp] = LinkMessage(kind, content)
+            if self._answering is None or self._answering.done():
+                name = f"sidestream subscriber of {self.url}: answers"
+                self._answering = create_owned_task(self._send_answers(), name)
+
+    async def _send_answers(self) -> None:
+        while self._answers and self._link is not None:
             with suppress(OSError):  # the publisher is gone
-                await self._link.send(LinkMessage(kind, content))
+                await self._link.send(self._answers.pop(next(iter(self._answers))))
 
     def _notify(self) -> None:
         self._changes += 1
@@ -279,6 +296,7 @@ class Subscriber:
             try:
                 link = Link(await io_threads().run(connect, self._path))
                 self._link = link
+                self._answers.clear()  # they were for another connection
                 try:
                     await self._listen(link)
                     self._lost("it has ended")

@@ -140,5 +140,7 @@ class Subscriptions:
         for held in self._channels.held.values():
             if held.stamp == one.last_stamp:
                 self._channels.answer(held, one.id, one.last)
-            elif applied and held.version < version and one.channel in held.channels:
+            # One about the version of an earlier publisher says nothing about those of this one.
+            later = held.version < version and one.last_stamp == f"e{held.epoch}.v{version}"
+            if applied and later and one.channel in held.channels:
                 self._channels.answer(held, one.id, Answer(one.name, "skipped"))

@@ -36,7 +36,7 @@ from ..errors import (
     listed,
 )
 from ..options import Dtypes, Names, check_count, check_dtype, check_names, check_seconds, plain_integer
-from .channels import Answer, Channels, HeldVersion, check_channel
+from .channels import Answer, Channels, HeldVersion, check_channel, told_apart
 from .images import ImageMemory, SealedImage, VersionLayout
 from .memory import VersionMemory
 from .subscriptions import Subscriptions
@@ -86,6 +86,8 @@ class AppliedReport:
 
     @classmethod
     def _of(cls, stamp: str, answers: Collection[Answer]) -> AppliedReport:
+        names = told_apart(one.subscriber for one in answers)
+        answers = [one._replace(subscriber=name) for one, name in zip(answers, names, strict=True)]
         by = {kind: [one for one in answers if one.outcome == kind] for kind in ("applied", "refused", "skipped")}
         refused = MappingProxyType({one.subscriber: one.reason for one in by["refused"]})
         applied, skipped = (tuple(one.subscriber for one in by[kind]) for kind in ("applied", "skipped"))
