@@ -276,6 +276,11 @@ imports triton, which the CPU build of torch does not bring."""
 
 
 OWN_TESTS: dict[str, tuple[str, ...]] = {
+    "accelerate": (
+        "test_state_checkpointing.py",
+        "test_accelerator.py",
+        "-k=CheckpointTest or save_load_model or save_model_with_stateful_dataloader",
+    ),
     "lightning": (
         "tests_pytorch/plugins/test_checkpoint_io_plugin.py",
         "tests_pytorch/plugins/test_async_checkpoint.py",
@@ -283,15 +288,25 @@ OWN_TESTS: dict[str, tuple[str, ...]] = {
         "tests_pytorch/checkpointing/test_trainer_checkpoint.py",
         "tests_pytorch/checkpointing/test_model_checkpoint.py",
     ),
+    "torchtitan": ("unit_tests/test_checkpoint.py",),
+    "transformers": (
+        "trainer/test_trainer_checkpointing.py",
+        "trainer/test_trainer_resume.py",
+        "trainer/test_trainer_callback.py::StatefulCallbackTest",
+    ),
 }
-"""Files of a framework's own tests. ``SIDESTREAM_LIGHTNING_TESTS`` and so on is their directory: ``tests`` in the
-sources of the release in constraints.txt. They are not in this repository."""
+"""Which of a framework's own tests save and load. ``SIDESTREAM_LIGHTNING_TESTS`` and so on is their directory:
+``tests`` in the sources of the release that is installed. They are not in this repository."""
+
+OWN_TOOLS = {"accelerate": ("parameterized",), "lightning": ("cloudpickle", "jsonargparse")}
+"""What a framework's own tests import beside pytest."""
 
 
 def _run_own_tests(session: nox.Session, name: str, folder: Path) -> None:
     """Run a framework's own tests as they are, and those that passed once more with sidestream in its place. The page
     of the framework says which do not apply, and why; a person compares them."""
-    session.install("-c", "constraints.txt", "cloudpickle", "jsonargparse", silent=True)
+    if name in OWN_TOOLS:
+        session.install("-c", "constraints.txt", *OWN_TOOLS[name], silent=True)
     stock = Path(session.create_tmp(), "passed_with_stock.txt").absolute()
     plugins = (
         str(Path("tests", "dcp", "torch_suite").absolute()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -18,10 +19,10 @@ pytest.importorskip("torchtitan")
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
-import sidestream
 from sidestream import blocking
 from sidestream.errors import (
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     StateMismatchError,
     StorageError,
     UnsafeObjectError,
@@ -139,10 +140,38 @@ def test_a_damaged_step(trained: Trainer) -> None:
     trainer = Trainer(trained.folder).build()
     assert trainer.checkpointer.load()
     assert trainer.step == 2
-    with pytest.raises(sidestream.errors.CorruptCheckpointError):
+    with pytest.raises(CorruptCheckpointError):
         trainer.checkpointer.load(step=3)
     assert trainer.checkpointer.load(step=1)
     assert trainer.step == 1
+    trainer.checkpointer.close()
+
+
+def test_a_folder_with_damaged_steps_alone_is_not_an_empty_one(trained: Trainer, tmp_path: Path) -> None:
+    """The run neither begins anew nor with ``initial_load_path``."""
+    initial = tmp_path / "initial"
+    shutil.copytree(trained.folder / "checkpoint" / "step-1", initial)
+    for path in (trained.folder / "checkpoint").glob("step-*/.metadata"):
+        path.write_bytes(b"")
+    for config in ({}, {"initial_load_path": str(initial)}):
+        trainer = Trainer(trained.folder).build(**config)
+        with pytest.raises(CorruptCheckpointError):
+            trainer.checkpointer.load()
+        trainer.checkpointer.close()
+
+
+def test_a_load_waits_for_the_saves_in_progress(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path).build()
+    trainer.train(2)
+    weights = trainer.weights()
+    trainer.checkpointer.maybe_wait_for_staging()
+    with torch.no_grad():
+        trainer.model[0].weight.zero_()
+    trainer.step = 0
+    assert trainer.checkpointer.load()
+    assert trainer.checkpointer.save_future is None
+    assert trainer.step == 2
+    assert torch.equal(trainer.weights(), weights)
     trainer.checkpointer.close()
 
 

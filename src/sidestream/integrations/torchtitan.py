@@ -64,8 +64,8 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
 
     Name its ``Config`` as ``checkpoint=`` of the trainer's configuration, which builds it. A save returns when the
     copies are launched, and the trainer waits for them before it changes the weights. A step is visible when it is
-    complete. The save of the last step, and ``close()``, return when everything is durable. The error of a failed save
-    is raised once, by a later save or by ``close()``.
+    complete. The save of the last step, and ``close()``, return when everything is durable. A load waits for the saves
+    in progress. The error of a failed save is raised once, by a later save or load or by ``close()``.
 
     Args:
         config: The settings.
@@ -138,6 +138,7 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
         }
         self.sd_adapter = sd_adapter
         self.save_future: sidestream.PendingSave | None = None
+        self._saving: list[sidestream.PendingSave] = []
         self._options = sidestream.SaveOptions(
             durability=config.durability, writer=config.writer, timeout_s=config.timeout_s
         )
@@ -163,6 +164,7 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
             self._checkpoints.save(state, step=curr_step, options=options)
         else:
             self.save_future = self._checkpoints.async_save(state, step=curr_step)
+            self._saving = [*(one for one in self._saving if not one.done()), self.save_future]
         return True
 
     def _is_due(self, step: int, last_step: bool) -> bool:
@@ -186,22 +188,22 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
             raise
 
     def _wait_for_saving(self) -> None:
-        saving, self.save_future = self.save_future, None
-        if saving is not None:
-            saving.result()
+        saving, self._saving, self.save_future = self._saving, [], None
+        for one in saving:
+            one.result()
 
     @torch.no_grad()
     @blocking.stopping_the_loop()
     def _load(self, step: int = -1) -> bool:
         if unknown := sorted(set(self.config.exclude_from_loading) - self.states.keys()):
             raise ValueError(f"exclude_from_loading names {', '.join(unknown)}, and there are {', '.join(self.states)}")
-        found = self._checkpoints.latest() if step == -1 else step
-        if found is None:
-            return self._load_initial()
-        seed = found == 0  # it has the weights and nothing else
+        self._wait_for_saving()  # it reads what is replaced now, and is one of the steps
+        seed = (self._checkpoints.latest() if step == -1 else step) == 0  # it has the weights and nothing else
         state = self._state(model_only=seed, excluded=tuple(self.config.exclude_from_loading))
         which: Any = {"fallback": "older"} if step == -1 else {"step": step}
-        self._checkpoints.restore(state, **which, allow_missing=_NOT_IN_OTHERS, allow_cast=seed)
+        # `latest` does not count a step whose metadata is damaged, for which `restore` raises an error.
+        if self._checkpoints.restore(state, **which, allow_missing=_NOT_IN_OTHERS, allow_cast=seed) is None:
+            return self._load_initial()
         self._finish(state)
         return True
 
