@@ -505,3 +505,20 @@ def test_the_package_imports_none_of_it() -> None:
         "assert 'torch.distributed.checkpoint.logger' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], env=os.environ, check=True, timeout=120)
+
+
+def test_warnings_are_sentences(caplog: pytest.LogCaptureFixture) -> None:
+    lost = "the writer process was killed by signal 9"
+    for event in (
+        events.GuaranteeLost("dir://a", "it has no conditional put"),
+        events.WriterProcessLost("a", 7, lost, again=True),
+        events.WriterProcessLost("a", 8, lost, again=False),
+        events.VersionPassedOver("run", "step-2", "CorruptCheckpointError", "w: altered"),
+    ):
+        events.emit(event)
+    assert [(one.levelname, one.getMessage()) for one in caplog.records if one.name == "sidestream"] == [
+        ("WARNING", "dir://a: it has no conditional put"),
+        ("WARNING", f"a: {lost} (PID 7); a new one writes the files again"),
+        ("WARNING", f"a: {lost} (PID 8)"),
+        ("WARNING", "run: step-2 is not served: CorruptCheckpointError: w: altered"),
+    ]

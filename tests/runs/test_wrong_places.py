@@ -52,11 +52,8 @@ async def test_a_run_is_not_a_checkpoint(root: str) -> None:
     assert f"{root}/7".removeprefix("memory://") in await not_found(root)
     assert "The run of this step has 3 steps, from 10 to 30" in await not_found(f"{url}/step-40")
     said = await not_found(f"{url}/best")
-    assert re.search(
-        r"there is nothing of that name\. In \S+/7 there are step-10, step-20, step-30, step-30\.g2$", said
-    )
-    said = await not_found(f"{root}/8")
-    assert re.search(r"there is nothing of that name\. In \S+/runs there are 7$", said)
+    assert said.endswith("there is nothing of that name. Beside it: step-10, step-20, step-30, step-30.g2")
+    assert (await not_found(f"{root}/8")).endswith("there is nothing of that name. Beside it: 7")
     assert (await not_found(f"{root}-/deep/8")).endswith("there is nothing of that name.")
 
 
@@ -70,7 +67,13 @@ async def test_a_step_that_was_not_committed_is_not_recommended(tmp_path: Path) 
 async def test_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "best").mkdir()
     said = await not_found(str(tmp_path / "best"))
-    assert said.endswith("there is no .metadata. Its save was interrupted, or it is no checkpoint")
+    assert said.endswith("there is no .metadata. Its save was interrupted, or it is not a checkpoint")
+
+
+async def test_names_that_begin_alike_are_named_first(tmp_path: Path) -> None:
+    for name in (*"abcdefghi", "policy"):
+        await sidestream.save(state_of(1), tmp_path / name)
+    assert "Beside it: policy, a, b, c, d, e, f, g" in await not_found(str(tmp_path / "polcy"))
 
 
 async def test_directories_of_checkpoints_and_of_files(tmp_path: Path) -> None:

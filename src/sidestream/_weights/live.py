@@ -91,7 +91,8 @@ class Live:
     """Weights that requests read while newer ones take their place.
 
     It serves copies of ``model``, which it never changes. Each reading uses the weights of one version from its
-    beginning to its end. Make it before the program serves, or in a thread, because copying a module takes time.
+    beginning to its end. Make it before the program serves, or in a thread, because copying a module takes time. Call
+    ``model.eval()`` first: the copies keep its mode.
 
     Args:
         model: A module, or a mapping of names to tensors. Only its structure is needed: with ``torch.device("meta")``

@@ -6,6 +6,7 @@ import heapq
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from ..._foreign.manifests import (
@@ -61,18 +62,23 @@ async def what_is_there(store: Store, name: str, url: str, files: Mapping[str, i
     return ""
 
 
-async def _beside(store: Store, url: str) -> str:
-    """Return which checkpoints and runs are in the directory above ``url``, where nothing is. Empty if there are none,
-    or if that is unknown."""
+async def _beside(store: Store, name: str) -> str:
+    """Return which checkpoints and runs are where ``name`` would be. Empty if there are none, or if that is unknown."""
     with suppress(SidestreamError, FileNotFoundError):
-        visible = await io_threads().run(_first_visible, await store.directories())
+        visible = await io_threads().run(_first_visible, await store.directories(), name)
         found = [one for one in visible if await _holds_checkpoint(store, one)]
-        return f"In {url.rpartition('/')[0]} there are {', '.join(found)}" if found else ""
+        return f"Beside it: {', '.join(found)}" if found else ""
     return ""
 
 
-def _first_visible(names: Iterable[str]) -> list[str]:
-    return heapq.nsmallest(_MOST_LOOKED_AT, (one for one in paced(names) if not one.startswith(".")))
+def _first_visible(names: Iterable[str], wanted: str = "") -> list[str]:
+    """Return a few names, first those that begin as ``wanted`` does."""
+
+    def order(one: str) -> tuple[int, str]:
+        alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, wanted, strict=False)))
+        return -alike, one
+
+    return heapq.nsmallest(_MOST_LOOKED_AT, (one for one in paced(names) if not one.startswith(".")), key=order)
 
 
 def _first_files(names: Iterable[str]) -> list[str]:
@@ -228,7 +234,7 @@ async def _read_single(source: RangeSource, location: Location) -> Manifest:
         await io_threads().run(validate, manifest)
     except FileNotFoundError as error:
         if store.capabilities.listing:
-            what = await what_is_there(store, name, url, {}) or await _beside(store, url)
+            what = await what_is_there(store, name, url, {}) or await _beside(store, name)
             lacking = f"there is nothing of that name. {what}".rstrip()
         else:
             lacking = f"there is no {METADATA_NAME}, and no file of that name. {_INTERRUPTED}"
@@ -392,7 +398,7 @@ def _lacking(error: FileNotFoundError) -> str:
     return f"there is no {METADATA_NAME}"
 
 
-_INTERRUPTED = "Its save was interrupted, or it is no checkpoint"
+_INTERRUPTED = "Its save was interrupted, or it is not a checkpoint"
 
 
 async def _read_unmarked(source: RangeSource, sizes: Mapping[str, int]) -> Manifest:
