@@ -23,17 +23,17 @@ def experiment() -> str:
 
 
 def train(config: dict[str, Any]) -> None:
-    """Train with two workers that save each step together. Worker 0 notes each life, and the bits of the last state."""
+    """Train with workers that save each step together. Worker 0 notes each life, each the bits of its last state."""
     torch.manual_seed(0)
     wide = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.Dropout(0.1), torch.nn.Linear(1024, 256))
     model = torch.nn.parallel.DistributedDataParallel(wide)
     optimizer = torch.optim.AdamW(model.parameters())
-    random = sidestream.PerRank(sidestream.RandomState())
-    state = {"model": model, "optimizer": optimizer, "random": random}
+    random = sidestream.PerRank(sidestream.RandomState(), on_resize="skip")
+    state = {"model": wide, "optimizer": optimizer, "random": random}
     with blocking.Checkpointer(experiment()) as checkpoints:
         there = checkpoints.steps()
         start = checkpoints.restore(state) or 0
-        pids: list[Any] = [None, None]
+        pids: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(pids, os.getpid())
         note = {"start": start, "there": there, "pids": pids}
         if dist.get_rank() == 0:

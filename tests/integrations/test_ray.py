@@ -41,12 +41,12 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def fit(work: Callable[[dict[str, Any]], None], folder: Path, name: str, **config: Any) -> Result:
-    """Run ``work`` in two workers, which are started again as often as they fail if the configuration has lives."""
+def fit(work: Callable[[dict[str, Any]], None], folder: Path, name: str, *, workers: int = 2, **config: Any) -> Result:
+    """Run ``work`` in workers, which are started again as often as they fail if the configuration has lives."""
     return TorchTrainer(
         work,
         train_loop_config={"result": str(folder / f"{name}.result"), **config},
-        scaling_config=ScalingConfig(num_workers=2),
+        scaling_config=ScalingConfig(num_workers=workers),
         run_config=RunConfig(
             storage_path=str(folder),
             name=name,
@@ -76,6 +76,13 @@ def test_a_run_in_two_parts_ends_as_a_whole_one(tmp_path: Path) -> None:
     reported = [Path(checkpoint.path).name for checkpoint, _ in result.best_checkpoints]
     assert reported == ["step-1", "step-2", "step-3", "step-4", "step-5"]
     assert all(blocking.verify(tmp_path / "parts" / name).ok for name in reported)
+
+
+def test_another_number_of_workers_continues(tmp_path: Path) -> None:
+    for workers, steps in ((2, 2), (1, 3), (3, 4)):
+        fit(ray_program.train, tmp_path, "run", workers=workers, steps=steps, lives=str(tmp_path / "lives"))
+    assert [life["start"] for life in lives(tmp_path / "lives")] == [0, 2, 3]
+    assert [len(life["pids"]) for life in lives(tmp_path / "lives")] == [2, 1, 3]
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.long)])

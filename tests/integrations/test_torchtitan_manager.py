@@ -113,9 +113,12 @@ def test_each_manager_reads_what_the_other_one_wrote(writer: type[Any], reader: 
     assert first.schedulers.state_dict() == second.schedulers.state_dict()
 
 
-def test_an_empty_folder(tmp_path: Path) -> None:
+def test_an_empty_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log says with what the training begins: a wrong folder would be noticed by nothing else."""
     trainer = Trainer(tmp_path).build()
-    assert not trainer.checkpointer.load()
+    with caplog.at_level("INFO", "sidestream"):
+        assert not trainer.checkpointer.load()
+    assert f"{tmp_path}/checkpoint has no step: the training begins with new weights" in caplog.messages
     with pytest.raises(CheckpointNotFoundError):
         trainer.checkpointer.load(step=7)
     trainer.checkpointer.close()
@@ -208,8 +211,9 @@ def test_the_last_step_has_the_model_only(tmp_path: Path) -> None:
         trainer.model.state_dict(), torch.bfloat16
     )
     again = Trainer(tmp_path, seed=1).build()
-    with pytest.raises(StateMismatchError, match="optimizer"):
+    with pytest.raises(StateMismatchError, match="optimizer") as raised:
         again.checkpointer.load()
+    assert "initial_load_path" in raised.value.__notes__[0]
     again.checkpointer.close()
     other = Trainer(tmp_path / "other", seed=1).build(initial_load_path=str(tmp_path / "checkpoint" / "step-1"))
     assert other.checkpointer.load()
@@ -230,12 +234,16 @@ def test_a_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_only", [True, False])
-def test_another_run_to_begin_with(model_only: bool, trained: Trainer, tmp_path: Path) -> None:
+def test_another_run_to_begin_with(
+    model_only: bool, trained: Trainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It is read if the folder has no step yet."""
     path = str(trained.folder / "checkpoint" / "step-2")
     initial = {"initial_load_path": path, "initial_load_model_only": model_only}
     trainer = Trainer(tmp_path / "other").build(**initial)
-    assert trainer.checkpointer.load()
+    with caplog.at_level("INFO", "sidestream"):
+        assert trainer.checkpointer.load()
+    assert caplog.messages[-1].endswith(f"has no step: the training begins with {path}")
     assert trainer.step == (0 if model_only else 2)
     trainer.train(1)
     trainer.checkpointer.close()

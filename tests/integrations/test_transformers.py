@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,16 @@ def test_resume_is_exact(tmp_path: Path) -> None:
         resumed = trained(tmp_path / "resumed", resume=str(tmp_path / "run" / f"checkpoint-{step}"))
         assert resumed._initial_global_step == step
         assert_same(whole, weights(resumed))
+
+
+def test_a_save_shows_no_progress_bar_of_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """``Trainer`` writes the weights with one, and they are not written there."""
+    trained(tmp_path / "stock", transformers.Trainer, max_steps=3)
+    shown = capfd.readouterr().err
+    trained(tmp_path / "run", max_steps=3)
+    assert "Writing model shards" in shown
+    assert "Writing model shards" not in capfd.readouterr().err
+    assert transformers.utils.logging.is_progress_bar_enabled()
 
 
 def test_a_checkpoint_is_one_of_sidestream(tmp_path: Path) -> None:
@@ -246,6 +257,19 @@ def test_rotation_goes_by_time(tmp_path: Path) -> None:
     assert steps(tmp_path) == [2, 3]
 
 
+def test_rotation_leaves_what_is_being_saved(tmp_path: Path) -> None:
+    """A save replaces the step of an earlier run, and is committed while the rotation looks at the old one."""
+    run = trained(tmp_path, save_steps=1, max_steps=4, save_total_limit=2)
+    run._saves.start({"x": torch.ones(1)}, str(tmp_path / "checkpoint-3"))
+    run._saves._saves[0].pending.result()
+    os.utime(tmp_path / "checkpoint-3", (1e9, 1e9))
+    trained(tmp_path / "other", save_steps=1, max_steps=1)
+    (tmp_path / "other" / "checkpoint-1").rename(tmp_path / "checkpoint-5")
+    run._committed(str(tmp_path / "checkpoint-5"))
+    assert steps(tmp_path) == [3, 5]
+    run.wait_for_saves()
+
+
 class _Best(transformers.TrainerCallback):
     """Makes the evaluation of step 2 the best one."""
 
@@ -254,7 +278,13 @@ class _Best(transformers.TrainerCallback):
 
 
 @pytest.mark.parametrize("limit", [1, 2])
-def test_the_best_checkpoint_stays_and_is_loaded(limit: int, tmp_path: Path) -> None:
+def test_the_best_checkpoint_stays_and_is_loaded(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the others goes in one step: ``Trainer`` deletes none of them, file by file."""
+    deleted: list[str] = []
+    delete = shutil.rmtree
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda path, *a, **k: (deleted.append(Path(path).name), delete(path, *a, **k))
+    )
     changed = {"save_steps": 1, "eval_steps": 1, "eval_strategy": "steps", "metric_for_best_model": "loss"}
     run = trained(
         tmp_path / "run",
@@ -266,6 +296,7 @@ def test_the_best_checkpoint_stays_and_is_loaded(limit: int, tmp_path: Path) -> 
         **changed,
     )
     assert steps(tmp_path / "run") == ([2] if limit == 1 else [2, 5])
+    assert not [name for name in deleted if name.startswith("checkpoint-")]
     assert run.state.best_model_checkpoint == str(tmp_path / "run" / "checkpoint-2")
     best, last = small_model(), small_model()
     blocking.load({"model": best}, tmp_path / "run" / "checkpoint-2")

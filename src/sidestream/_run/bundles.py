@@ -47,7 +47,8 @@ class RandomState:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the random states. Those of devices that this process does not have are left out.
+        """Set the random states. Those of devices that this process does not have are left out. A device that is not in
+        use yet gets its state when it is.
 
         Args:
             state_dict: What ``state_dict()`` has returned, here or in another process.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,10 +34,16 @@ def load_parts(state: Mapping[str, Any], path: str) -> None:
             blocking.load(wanted, path)
 
 
-def remove(path: str) -> None:
-    """Remove a checkpoint in one step. Another process may have removed it."""
-    with blocking.stopping_the_loop(), suppress(CheckpointNotFoundError):
-        blocking.remove(path)
+def remove_all_but(kept: Collection[str], found: Sequence[str], limit: int) -> None:
+    """Remove the first of the directories ``found`` that are not ``kept``, until ``limit`` are left. A checkpoint goes
+    in one step: a kill leaves no part under its name."""
+    spare = [path for path in found if path not in kept]
+    for path in spare[: max(0, len(found) - max(limit, len({*kept} & {*found})))]:
+        if not is_checkpoint(path):
+            shutil.rmtree(path, ignore_errors=True)
+            continue
+        with blocking.stopping_the_loop(), suppress(CheckpointNotFoundError):  # another process may have removed it
+            blocking.remove(path)
 
 
 class SavesInProgress:

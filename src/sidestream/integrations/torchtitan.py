@@ -6,6 +6,7 @@ It writes the names that TorchTitan's own manager writes, so each of them reads 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
 import sidestream
 from sidestream import blocking
-from sidestream.errors import SidestreamError, UnsupportedError
+from sidestream.errors import SidestreamError, StateMismatchError, UnsupportedError
 
 from ._checks import Framework
 
@@ -30,7 +31,7 @@ _HOOKS: dict[str, tuple[str, ...]] = {
 
 with _TITAN.importing():
     from torchtitan.components.checkpointer import BaseCheckpointManager, ModelWrapper
-    from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER
+    from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
     from torchtitan.config import TORCH_DTYPE_MAP
     from torchtitan.tools import filesystem
 
@@ -41,9 +42,15 @@ if others := sorted(inspect.getattr_static(BaseCheckpointManager, "__abstractmet
 
 __all__ = ["SidestreamCheckpointManager"]
 
+_log = logging.getLogger("sidestream")
+
 _RANDOM = "random_state"
 _NOT_IN_OTHERS = (_RANDOM, f"{_RANDOM}.*")
 """What this manager saves and TorchTitan's own does not."""
+_MODEL_ONLY = (
+    "the last step of a run has the model only, unless last_save_model_only=False: take an older one with load_step, "
+    "or name this one as initial_load_path of a run in another folder"
+)
 
 
 class _RestoredLast:
@@ -139,17 +146,16 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
         self.sd_adapter = sd_adapter
         self.save_future: sidestream.PendingSave | None = None
         self._saving: list[sidestream.PendingSave] = []
-        self._options = sidestream.SaveOptions(
-            durability=config.durability, writer=config.writer, timeout_s=config.timeout_s
-        )
-        self._stager = sidestream.AsyncStager(timeout_s=config.timeout_s)
+        limit_s = config.timeout_s
+        self._options = sidestream.SaveOptions(durability=config.durability, writer=config.writer, timeout_s=limit_s)
+        self._stager = sidestream.AsyncStager(timeout_s=limit_s)
         self._checkpoints = blocking.Checkpointer(
             self.folder,
             keep=sidestream.KeepLast(config.keep_latest_k) if config.keep_latest_k else None,
             slots=config.slots,
             stager=self._stager,
             save=self._options,
-            load=sidestream.LoadOptions(timeout_s=config.timeout_s),
+            load=sidestream.LoadOptions(timeout_s=limit_s),
         )
 
     @torch.no_grad()
@@ -168,14 +174,11 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
         return True
 
     def _is_due(self, step: int, last_step: bool) -> bool:
-        if self.config.load_only:
-            return False
         first = step == 1 and self.config.enable_first_step_checkpoint
-        return last_step or first or step % self.config.interval == 0
+        return not self.config.load_only and (last_step or first or step % self.config.interval == 0)
 
     def _state(self, *, model_only: bool = False, excluded: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Return what is saved or loaded: the model's tensors by their names, without a prefix, and the other states
-        by theirs."""
+        """Return what is saved or loaded: the model's tensors by their names alone, the other states below theirs."""
         others = {} if model_only else {name: one for name, one in self.states.items() if name not in excluded}
         others.pop(MODEL, None)
         return {**others, **self.states[MODEL].state_dict()}
@@ -201,8 +204,14 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
         seed = (self._checkpoints.latest() if step == -1 else step) == 0  # it has the weights and nothing else
         state = self._state(model_only=seed, excluded=tuple(self.config.exclude_from_loading))
         which: Any = {"fallback": "older"} if step == -1 else {"step": step}
-        # `latest` does not count a step whose metadata is damaged, for which `restore` raises an error.
-        if self._checkpoints.restore(state, **which, allow_missing=_NOT_IN_OTHERS, allow_cast=seed) is None:
+        try:
+            # `latest` does not count a step whose metadata is damaged, for which `restore` raises an error.
+            found = self._checkpoints.restore(state, **which, allow_missing=_NOT_IN_OTHERS, allow_cast=seed)
+        except StateMismatchError as error:
+            if any(one.startswith(TRAIN_STATE) for one in error.offenders):
+                error.add_note(_MODEL_ONLY)
+            raise
+        if found is None:
             return self._load_initial()
         self._finish(state)
         return True
@@ -217,23 +226,20 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
 
     def _load_initial(self) -> bool:
         """Load what a run without a step begins with. Return False if there is nothing to load."""
-        path, model = self.config.initial_load_path, self.states[MODEL]
+        path, model, model_only = self.config.initial_load_path, self.states[MODEL], self.config.initial_load_model_only
         if self.config.initial_load_in_hf:
+            path = path or self.sd_adapter.hf_assets_path
             weights = self.sd_adapter.to_hf(model.state_dict())
-            reader = self.sd_adapter.get_hf_storage_reader(
-                path or self.sd_adapter.hf_assets_path, self.config.initial_load_in_hf_quantized
-            )
+            reader = self.sd_adapter.get_hf_storage_reader(path, self.config.initial_load_in_hf_quantized)
             stock_load(weights, storage_reader=reader)
             model.load_state_dict(self.sd_adapter.from_hf(weights))
-            return True
-        if not path:
-            return False
-        model_only = self.config.initial_load_model_only
-        state = self._state(model_only=model_only, excluded=tuple(self.config.exclude_from_loading))
-        options = sidestream.LoadOptions(timeout_s=self.config.timeout_s)
-        blocking.load(state, path, allow_missing=_NOT_IN_OTHERS, allow_cast=model_only, options=options)
-        self._finish(state)
-        return True
+        elif path:
+            state = self._state(model_only=model_only, excluded=tuple(self.config.exclude_from_loading))
+            options = sidestream.LoadOptions(timeout_s=self.config.timeout_s)
+            blocking.load(state, path, allow_missing=_NOT_IN_OTHERS, allow_cast=model_only, options=options)
+            self._finish(state)
+        _log.info("%s has no step: the training begins with %s", self.folder, path or "new weights")
+        return path is not None
 
     @blocking.stopping_the_loop()
     def _close(self) -> None:

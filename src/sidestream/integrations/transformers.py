@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +14,7 @@ from sidestream.errors import InvalidOptionError
 
 from ._checks import Framework, check_options
 from ._hugging_face import check_supported, module_state, optimizer_state, plain_module
-from ._synchronous import SavesInProgress, is_checkpoint, load_parts, remove
+from ._synchronous import SavesInProgress, is_checkpoint, load_parts, remove_all_but
 
 _TRANSFORMERS = Framework("transformers", ">=5.3,<6", "transformers")
 
@@ -25,6 +24,7 @@ with _TRANSFORMERS.importing():
     from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_callback import ExportableState, TrainerState
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+    from transformers.utils import logging
 
 _TRANSFORMERS.check(
     Trainer,
@@ -146,7 +146,10 @@ class SidestreamTrainer(Trainer):
                     saved[name].append(callback.state())
                 else:
                     saved[name] = callback.state()
-        with TemporaryDirectory() as folder:
+        with TemporaryDirectory() as folder, ExitStack() as restored:
+            if logging.is_progress_bar_enabled():  # "Writing model shards: 0it"
+                logging.disable_progress_bar()
+                restored.callback(logging.enable_progress_bar)
             self._save(folder, state_dict={})
             self.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
             found = [file for file in Path(folder).iterdir() if file.is_file() and file.suffix != ".safetensors"]
@@ -167,16 +170,11 @@ class SidestreamTrainer(Trainer):
             with suppress(FileNotFoundError):  # moved or removed by others
                 os.utime(path)  # rotation goes by the times, and the earlier one of two saves may be committed last
                 bests |= {TrainerState.load_from_json(os.path.join(path, TRAINER_STATE_NAME)).best_model_checkpoint}
-            self._rotate(os.path.dirname(path), {str(Path(best)) for best in bests if best})
-
-    def _rotate(self, run: str, bests: set[str]) -> None:
-        """Remove what ``rotate_checkpoints`` would, each in one step: a kill leaves no part under its name."""
-        limit = self.args.save_total_limit or 0
-        found = sort_checkpoints(run, use_mtime=True) if limit > 0 else []
-        kept = {*found[-1:], *bests}
-        spare = [path for path in found if path not in kept]
-        for path in spare[: max(0, len(found) - max(limit, len(kept & set(found))))]:
-            remove(path) if is_checkpoint(path) else shutil.rmtree(path, ignore_errors=True)
+            if limit := max(self.args.save_total_limit or 0, 0):
+                found = sort_checkpoints(os.path.dirname(path), use_mtime=True)
+                # A save in progress may have replaced an older one of its name since ``found`` was sorted.
+                kept = {*found[-1:], *(str(Path(one)) for one in (*bests, *self._saves.paths) if one)}
+                remove_all_but(kept, found, limit)
 
     # --- loading ---
 
@@ -207,6 +205,9 @@ class SidestreamTrainer(Trainer):
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         self._saves.close()
+        if self.args.should_save and self.args.save_total_limit == 1 and (best := self.state.best_model_checkpoint):
+            found = sort_checkpoints(self._get_output_dir(trial))  # ``Trainer`` would do this next, file by file
+            remove_all_but([path for path in found if os.path.samefile(path, best)], found, 1)
         return super()._finalize_training(trial, num_train_samples, start_time)
 
 
