@@ -23,7 +23,7 @@ import socket
 import sys
 import threading
 from collections import Counter
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -257,9 +257,6 @@ async def obey(program: Any) -> None:
     while line := await asyncio.to_thread(sys.stdin.readline):
         tasks.add(task := asyncio.create_task(do(*json.loads(line))))
         task.add_done_callback(tasks.discard)
-    with suppress(TimeoutError):
-        async with asyncio.timeout(1):
-            await asyncio.gather(*tasks)
 
 
 async def main(role: str, home: str, *name: str) -> None:
