@@ -211,7 +211,8 @@ class SubscriberProgram:
             await self._enter()
 
     async def state(self) -> dict[str, Any]:
-        follower = self._follower.health()
+        async with self._turn:
+            follower = self._follower.health()
         return {
             "stamp": self._live.stamp,
             "followed": follower.stamp,
