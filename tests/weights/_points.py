@@ -23,7 +23,7 @@ import socket
 import sys
 import threading
 from collections import Counter
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -211,7 +211,8 @@ class SubscriberProgram:
             await self._enter()
 
     async def state(self) -> dict[str, Any]:
-        follower = self._follower.health()
+        async with self._turn:
+            follower = self._follower.health()
         return {
             "stamp": self._live.stamp,
             "followed": follower.stamp,
@@ -257,9 +258,6 @@ async def obey(program: Any) -> None:
     while line := await asyncio.to_thread(sys.stdin.readline):
         tasks.add(task := asyncio.create_task(do(*json.loads(line))))
         task.add_done_callback(tasks.discard)
-    with suppress(TimeoutError):
-        async with asyncio.timeout(1):
-            await asyncio.gather(*tasks)
 
 
 async def main(role: str, home: str, *name: str) -> None:

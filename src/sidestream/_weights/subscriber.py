@@ -119,12 +119,13 @@ class VersionImage(Displayed):
 
     @as_operation
     async def applied(self) -> None:
-        """Tell the publisher that this process serves the version. ``following`` does that by itself."""
+        """Tell the publisher that this process serves the version. ``following`` does that by itself. Does not wait
+        until the publisher reads it."""
         await self._subscriber._answer(LinkMessageKind.APPLIED, self.stamp, self.version)
 
     @as_operation
     async def refused(self, reason: str) -> None:
-        """Tell the publisher that this process does not serve the version.
+        """Tell the publisher that this process does not serve the version. Does not wait until the publisher reads it.
 
         Args:
             reason: Why, for the ``AppliedReport``.
