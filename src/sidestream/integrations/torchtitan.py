@@ -239,7 +239,7 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
             blocking.load(state, path, allow_missing=_NOT_IN_OTHERS, allow_cast=model_only, options=options)
             self._finish(state)
         _log.info("%s has no step: the training begins with %s", self.folder, path or "new weights")
-        return path is not None
+        return bool(path)
 
     @blocking.stopping_the_loop()
     def _close(self) -> None:
