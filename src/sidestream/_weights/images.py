@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ import torch
 
 from .._convert.streamed import PayloadPiece
 from .._convert.targets import OutTensor, safetensors_layout
-from .._foreign.safetensors import header_bytes, parse_header
+from .._foreign.safetensors import Header, header_bytes, parse_header
 from .._format.checksum import crc32
 from .._format.records import BLOCK_BYTES
 from .._format.safetensors import PREFIX_BYTES, STAMP
@@ -267,7 +268,8 @@ def _seal(descriptor: Descriptor) -> None:
 class MappedImage:
     """A sealed image, mapped privately: what a program writes into a tensor stays in its process.
 
-    ``tensors`` are views of the map, by all names. Pages are read when they are touched."""
+    ``tensors`` are views of the map, by all names. Pages are read when they are touched. Images with the same header
+    have one ``header``."""
 
     def __init__(self, memory: Descriptor, sums: Descriptor, nbytes: int) -> None:
         for descriptor in (memory, sums):
@@ -280,7 +282,9 @@ class MappedImage:
         self._sums = array("I", os.pread(sums.fileno(), os.fstat(sums.fileno()).st_size, 0))
         flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
         self._map = MemoryMap.of_file(memory.fileno(), nbytes, flags)
-        self.tensors = _views(self._map, nbytes)
+        start = PREFIX_BYTES + header_bytes(self._map[:PREFIX_BYTES], nbytes - PREFIX_BYTES, "a version")
+        self.header = _parsed(self._map[PREFIX_BYTES:start], nbytes)
+        self.tensors = _views(self._map, self.header)
 
     def make_present(self) -> None:
         """Read all pages, without the GIL, so that no request waits for them."""
@@ -305,15 +309,27 @@ def _seals_of(descriptor: Descriptor) -> int:
         return 0
 
 
-def _views(memory: MemoryMap, nbytes: int) -> dict[str, torch.Tensor]:
-    start = PREFIX_BYTES + header_bytes(memory[:PREFIX_BYTES], nbytes - PREFIX_BYTES, "a version")
-    raw = memory[PREFIX_BYTES:start]
+class ImageHeader(NamedTuple):
+    """What the header of an image says: its tensors, and for further names of tied ones the first."""
+
+    tensors: Header
+    ties: Mapping[str, str]
+
+
+@lru_cache(maxsize=2)  # the versions of a publisher have one header, and parsing it makes Python collect its whole heap
+def _parsed(raw: bytes, nbytes: int) -> ImageHeader:
+    """Return the content of the header of an image of ``nbytes`` bytes."""
+    tensors = parse_header(raw, PREFIX_BYTES + len(raw), nbytes, "a version")
+    others = _first_value(raw).items()
+    return ImageHeader(tensors, {other: name for other, name in others if name in tensors and other not in STAMP})
+
+
+def _views(memory: MemoryMap, header: ImageHeader) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
-    for name, one in parse_header(raw, start, nbytes, "a version").items():
+    for name, one in header.tensors.items():
         pause_point()
         found[name] = _view(memory, dtype_from_name(one.dtype), one.start, one.sizes, one.nbytes)
-    ties = {other: found[name] for other, name in _first_value(raw).items() if name in found and other not in STAMP}
-    return ties | found
+    return {other: found[name] for other, name in header.ties.items()} | found
 
 
 def _first_value(raw: bytes) -> Mapping[str, str]:

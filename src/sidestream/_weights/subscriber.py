@@ -33,7 +33,7 @@ from ..errors import (
 from .channels import check_channel
 from .following import Candidate, Follower, NotServed
 from .home import connect, path_of
-from .images import MappedImage
+from .images import ImageHeader, MappedImage
 from .links import Link, LinkMessage, LinkMessageKind
 from .live import Live
 from .matching import match
@@ -354,6 +354,9 @@ class _ChannelSource:
         self._stamp = ""
         """What is served."""
         self._seen = 0
+        self._header: ImageHeader | None = None
+        self._found: Mapping[str, str] = {}
+        """The name in the versions with this header of each place."""
 
     @property
     def checked(self) -> float | None:
@@ -401,11 +404,13 @@ class _ChannelSource:
     def _mapped(self, announced: _Announced) -> tuple[VersionImage, Mapping[str, torch.Tensor]]:
         image = VersionImage(self._subscriber, announced)
         places, tensors = self._live._shells.places, image.tensors
-        infos = {name: TensorInfo(one.dtype, one.shape, one.nbytes) for name, one in tensors.items()}
-        found = match(infos, image.stamp, places, None, "the Publisher")
+        if self._header is not image._image.header:  # the same for all versions of a publisher
+            infos = {name: TensorInfo(one.dtype, one.shape, one.nbytes) for name, one in tensors.items()}
+            self._found = match(infos, image.stamp, places, None, "the Publisher")
+            self._header = image._image.header
         image._image.make_present()
         by_name: dict[str, torch.Tensor] = {}
-        for leader, name in found.items():
+        for leader, name in self._found.items():
             tensor = tensors[name].to(places[leader].dtype)  # the same tensor if the dtype is the same
             by_name |= dict.fromkeys(places[leader].names, tensor)
         return image, MappingProxyType(by_name)
