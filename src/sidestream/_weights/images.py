@@ -30,12 +30,13 @@ import torch
 
 from .._convert.streamed import PayloadPiece
 from .._convert.targets import OutTensor, safetensors_layout
-from .._foreign.safetensors import Header, header_bytes, parse_header
+from .._foreign.safetensors import header_bytes, parse_header
 from .._format.checksum import crc32
 from .._format.records import BLOCK_BYTES
 from .._format.safetensors import PREFIX_BYTES, STAMP
 from .._runtime.descriptors import Descriptor, no_fork
 from .._runtime.memory_maps import MemoryMap, address_of, advise, pieces, populate_read
+from .._runtime.pauses import paced
 from .._runtime.threads import Stop, io_threads, pause_point
 from .._runtime.torch_probes import dtype_from_name
 from .._staging.arena import touch
@@ -310,25 +311,26 @@ def _seals_of(descriptor: Descriptor) -> int:
 
 
 class ImageHeader(NamedTuple):
-    """What the header of an image says: its tensors, and for further names of tied ones the first."""
+    """What the header of an image says: dtype, first byte, shape and bytes of each tensor, and for further names of
+    tied ones the first."""
 
-    tensors: Header
+    tensors: Mapping[str, tuple[torch.dtype, int, Sequence[int], int]]
     ties: Mapping[str, str]
 
 
 @lru_cache(maxsize=2)  # the versions of a publisher have one header, and parsing it makes Python collect its whole heap
 def _parsed(raw: bytes, nbytes: int) -> ImageHeader:
     """Return the content of the header of an image of ``nbytes`` bytes."""
-    tensors = parse_header(raw, PREFIX_BYTES + len(raw), nbytes, "a version")
+    header = parse_header(raw, PREFIX_BYTES + len(raw), nbytes, "a version")
+    tensors = {
+        name: (dtype_from_name(one.dtype), one.start, one.sizes, one.nbytes) for name, one in paced(header.items())
+    }
     others = _first_value(raw).items()
     return ImageHeader(tensors, {other: name for other, name in others if name in tensors and other not in STAMP})
 
 
 def _views(memory: MemoryMap, header: ImageHeader) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for name, one in header.tensors.items():
-        pause_point()
-        found[name] = _view(memory, dtype_from_name(one.dtype), one.start, one.sizes, one.nbytes)
+    found = {name: _view(memory, *one) for name, one in paced(header.tensors.items())}
     return {other: found[name] for other, name in header.ties.items()} | found
 
 
