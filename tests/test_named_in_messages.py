@@ -34,6 +34,7 @@ FOREIGN_KEYWORDS = {
     "enable_jit_checkpoint": "TrainingArguments of transformers",
     "fsdp_version": "FullyShardedDataParallelPlugin of accelerate",
     "ignore": "save_hyperparameters of Lightning",
+    "last_save_model_only": "the settings of TorchTitan",
     "map_location": "load_checkpoint of Lightning",
     "serialization_format": "FileSystemWriter of torch",
     "sync_files": "FileSystemWriter of torch",
