@@ -761,6 +761,37 @@ async def test_a_follower_that_has_ended_keeps_no_memory_until_a_collection(home
             gc.enable()
 
 
+async def test_a_follower_that_ends_while_it_serves_keeps_no_memory_until_a_collection(home: Path) -> None:
+    async def ends(publisher: Publisher, weights: Subscriber, number: int, cancelled: bool) -> weakref.ref[Live]:
+        live = Live(version(0))
+        follower = weights.following(live)
+        await follower.__aenter__()
+        await follower.ready(timeout_s=60)
+        pending = publisher.publish(version(number), version=number)
+        while live.stamp != f"e1.v{number}":  # at once: the follower still answers then
+            await asyncio.sleep(0)
+        for _ in range(number % 10):  # its end comes at another moment each time
+            await asyncio.sleep(0)
+        leaving = asyncio.create_task(follower.__aexit__(None, None, None))
+        if cancelled:
+            await asyncio.sleep(0)
+            leaving.cancel()
+        with suppress(asyncio.CancelledError):
+            await leaving
+        await pending
+        return weakref.ref(live)
+
+    async with Publisher(home) as publisher, Subscriber(publisher.url) as weights:
+        await publisher.publish(version(1), version=1)
+        gc.disable()
+        try:
+            for number in range(2, 42):
+                live = await ends(publisher, weights, number, cancelled=number % 3 == 0)
+                await until(lambda live=live: live() is None)
+        finally:
+            gc.enable()
+
+
 async def test_nobody_can_change_a_version(home: Path) -> None:
     async with Publisher(home) as publisher, Subscriber(publisher.url) as weights:
         await publisher.publish(state_of(1)["model"], version=1)

@@ -84,6 +84,25 @@ async def test_a_publisher_that_stands_still_holds_up_no_answer_and_no_follower(
                 await until(lambda: live.stamp is not None and stamp_above(*parts(stamp))(live.stamp))
 
 
+async def test_a_subscriber_is_left_although_that_is_cancelled_while_answers_wait(tmp_path: Path) -> None:
+    of_others = memory_of(os.getpid())
+    with programs() as start:
+        publisher = start("publisher", tmp_path / "home")
+        weights = sidestream.Subscriber(f"unix:{tmp_path / 'home'}")
+        await weights.__aenter__()
+        image = await anext(weights)
+        publisher.signal(signal.SIGSTOP)
+        for _ in range(600):  # twice as many as a socket has room for
+            await image.applied()
+        del image
+        leaving = asyncio.create_task(weights.__aexit__(None, None, None))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        await until(lambda: memory_of(os.getpid()) <= of_others)
+
+
 # --- memory ---
 
 

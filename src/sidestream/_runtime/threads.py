@@ -407,7 +407,10 @@ class Threads(Executor):
         # The cancel comes before the result and before every error. A caller that was cancelled must see that, or
         # ``asyncio.timeout`` and task groups would lose their place.
         if cancelled is not None:
-            raise cancelled
+            try:
+                raise cancelled
+            finally:
+                del cancelled  # it refers to this frame
         expired = expired or (deadline is not None and deadline.remaining_s() == 0)  # other work has set ``stop``
         if expired and deadline is not None and (future.cancelled() or isinstance(future.exception(), ClosedError)):
             raise deadline.exceeded(str(work))

@@ -269,7 +269,10 @@ class Follower:
         self._settled.set()  # a task that was cancelled at once has not done it
         self._task, self._ended = None, True  # its cancel refers to this object, and with it to the weights
         if cancelled is not None:
-            raise cancelled
+            try:
+                raise cancelled
+            finally:
+                del cancelled  # it refers to this frame
         if error is None and not task.cancelled() and (failure := task.exception()) is not None:
             raise failure
 

@@ -176,7 +176,7 @@ class Subscriber:
         self._answers: dict[str, LinkMessage] = {}
         """The last answer to each version, by stamp, until it is sent."""
         self._answering: asyncio.Task[None] | None = None
-        """What sends them."""
+        """What sends them, as long as there are any."""
         self._closed = False
         self._yielded = ""
 
@@ -197,13 +197,15 @@ class Subscriber:
 
     async def _close(self) -> None:
         task, self._task, self._closed = self._task, None, True
-        if self._answering is not None:
-            await asyncio.wait([self._answering], timeout=_GRACE_S)
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        self._announced = None
-        self._notify()
+        try:
+            if self._answering is not None:
+                await asyncio.wait([self._answering], timeout=_GRACE_S)
+        finally:  # also if this is cancelled
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            self._announced = None
+            self._notify()
 
     # --- what a program calls ---
 
@@ -275,14 +277,17 @@ class Subscriber:
         content = {"version": version, "stamp": stamp, "reason": printable(reason)[:_MOST_REASON]}
         if self._link is not None:
             self._answers[stamp] = LinkMessage(kind, content)
-            if self._answering is None or self._answering.done():
+            if self._answering is None:
                 name = f"sidestream subscriber of {self.url}: answers"
                 self._answering = create_owned_task(self._send_answers(), name)
 
     async def _send_answers(self) -> None:
-        while self._answers and self._link is not None:
-            with suppress(OSError):  # the publisher is gone
-                await self._link.send(self._answers.pop(next(iter(self._answers))))
+        try:
+            while self._answers and self._link is not None:
+                with suppress(OSError):  # the publisher is gone
+                    await self._link.send(self._answers.pop(next(iter(self._answers))))
+        finally:
+            self._answering = None  # a task that has ended keeps the context of the call that started it
 
     def _notify(self) -> None:
         self._changes += 1

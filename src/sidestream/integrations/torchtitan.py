@@ -191,9 +191,9 @@ class SidestreamCheckpointManager(BaseCheckpointManager):
             raise
 
     def _wait_for_saving(self) -> None:
-        saving, self._saving, self.save_future = self._saving, [], None
-        for one in saving:
-            one.result()
+        self.save_future = None
+        while self._saving:  # if one has failed, the others stay for the next call
+            self._saving.pop(0).result()
 
     @torch.no_grad()
     @blocking.stopping_the_loop()

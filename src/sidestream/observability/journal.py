@@ -14,7 +14,8 @@ class Journal(QueuedObserver):
     """Appends each event to a file, as one JSON object in a line, for ``sidestream report`` and ``sidestream trace``.
 
     The observer puts events into a queue, and one thread writes them. If the disk is full, or too slow for 10,000
-    events, events are lost, which is counted and logged once. In a forked child it writes nothing.
+    events, events are lost, which is counted and logged once. A process that is killed may lose those of the last
+    0.1 s. In a forked child it writes nothing.
 
     Args:
         path: The file; each process needs its own. It is created if it does not exist.
