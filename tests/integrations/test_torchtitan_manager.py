@@ -21,6 +21,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
 from sidestream import blocking
 from sidestream.errors import (
+    CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     StateMismatchError,
@@ -175,6 +176,21 @@ def test_a_load_waits_for_the_saves_in_progress(tmp_path: Path) -> None:
     assert trainer.checkpointer.save_future is None
     assert trainer.step == 2
     assert torch.equal(trainer.weights(), weights)
+    trainer.checkpointer.close()
+
+
+def test_a_load_after_a_failed_save_waits_for_the_other_ones(trained: Trainer) -> None:
+    trainer = Trainer(trained.folder).build()
+    failing = blocking.async_save({"x": torch.ones(1)}, trained.folder / "checkpoint" / "step-1")
+    trainer.step = 4
+    trainer.checkpointer.save(4)
+    trainer.checkpointer._saving.insert(0, failing)
+    with pytest.raises(CheckpointExistsError):
+        trainer.checkpointer.load()
+    trainer.step = 0
+    assert trainer.checkpointer.load()
+    assert trainer.step == 4
+    assert trainer.checkpointer._saving == []
     trainer.checkpointer.close()
 
 
