@@ -121,7 +121,7 @@ class VersionImage(Displayed):
     async def applied(self) -> None:
         """Tell the publisher that this process serves the version. ``following`` does that by itself. Does not wait
         until the publisher reads it."""
-        await self._subscriber._answer(LinkMessageKind.APPLIED, self.stamp, self.version)
+        self._subscriber._answer(LinkMessageKind.APPLIED, self.stamp, self.version)
 
     @as_operation
     async def refused(self, reason: str) -> None:
@@ -130,7 +130,7 @@ class VersionImage(Displayed):
         Args:
             reason: Why, for the ``AppliedReport``.
         """
-        await self._subscriber._answer(LinkMessageKind.REFUSED, self.stamp, self.version, reason)
+        self._subscriber._answer(LinkMessageKind.REFUSED, self.stamp, self.version, reason)
 
 
 @public
@@ -272,7 +272,7 @@ class Subscriber:
                 async with asyncio.timeout(timeout_s):
                     await self._changed.wait()
 
-    async def _answer(self, kind: LinkMessageKind, stamp: str, version: int, reason: str = "") -> None:
+    def _answer(self, kind: LinkMessageKind, stamp: str, version: int, reason: str = "") -> None:
         """Answer to a version. Does not wait until it is sent: a publisher that stands still reads nothing."""
         content = {"version": version, "stamp": stamp, "reason": printable(reason)[:_MOST_REASON]}
         if self._link is not None:
@@ -384,7 +384,7 @@ class _ChannelSource:
         if announced is None or announced is self._done:
             return False
         if announced.stamp == self._stamp:  # after a new connection, or when it was rolled back and promoted again
-            await self._answered(announced)
+            self._answered(announced)
             return False
         if announced.stamp in self.passed_over:  # refused once, and pointed at again
             self._done = announced
@@ -425,15 +425,15 @@ class _ChannelSource:
         if (refused := self._done) is not None:
             text = f"{type(error).__name__}: {error}"
             version = refused.content["version"]
-            await self._subscriber._answer(LinkMessageKind.REFUSED, refused.stamp, version, text)
+            self._subscriber._answer(LinkMessageKind.REFUSED, refused.stamp, version, text)
 
     async def served(self, candidate: Candidate) -> None:
         self.passed_over = {}
         self._stamp = candidate.stamp
         if self._fetched is not None:
-            await self._answered(self._fetched)
+            self._answered(self._fetched)
         self._fetched = None
 
-    async def _answered(self, announced: _Announced) -> None:
+    def _answered(self, announced: _Announced) -> None:
         self._done = announced
-        await self._subscriber._answer(LinkMessageKind.APPLIED, announced.stamp, announced.content["version"])
+        self._subscriber._answer(LinkMessageKind.APPLIED, announced.stamp, announced.content["version"])
