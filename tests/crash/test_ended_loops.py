@@ -27,6 +27,7 @@ from _stepping import OF_THE_PROCESS, in_pools
 import sidestream
 from sidestream import errors, events
 from sidestream._convert import streamed
+from sidestream._engine.loop import operation_loop
 from sidestream._staging import cached
 from sidestream._worker.client import close_all
 
@@ -423,9 +424,14 @@ def test_a_load_does_not_wait_for_ever_for_a_loop_that_stands_still(tmp_path: Pa
 
 
 class Stopping(Slow):
-    """Stops the loop when it receives its state."""
+    """Stops the loop when it receives its state. Until ``stopped`` the operation does not continue: the last iteration
+    of the loop could hand over the next object as well."""
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
 
     def load_state_dict(self, state: Any) -> None:
+        operation_loop().call(self.stopped.wait, 60.0)
         asyncio.get_running_loop().stop()
 
 
@@ -435,9 +441,11 @@ def test_a_loop_that_stands_still_between_two_objects(tmp_path: Path) -> None:
     loop = asyncio.new_event_loop()
     options = sidestream.LoadOptions(timeout_s=0.5)
     with failures_of(tmp_path / "a") as failed:
-        state = {"a": Stopping(), "b": Slow(), "t": torch.zeros(3)}
+        stopping = Stopping()
+        state = {"a": stopping, "b": Slow(), "t": torch.zeros(3)}
         task = loop.create_task(sidestream.load(state, tmp_path / "a", options=options))
         loop.run_forever()
+        stopping.stopped.set()
         until(lambda: failed)
     assert failed[0].error_type == "DeadlineExceededError"
     with pytest.raises(errors.DeadlineExceededError, match="whose event loop") as raised:
