@@ -3,6 +3,7 @@ name."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
 import threading
