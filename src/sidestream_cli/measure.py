@@ -55,7 +55,7 @@ class _Bench:
     def __init__(self, place: Path, nbytes: int) -> None:
         self._plain, self._saved, self._nbytes = place / "plain", place / "saved", nbytes
         count = nbytes // _TENSORS // 4
-        noise = torch.rand(count)  # virtual disks write constants faster
+        noise = torch.rand(count)  # not constants, which some disks compress or leave out
         self._state = {f"t{number}": noise + number for number in range(_TENSORS)}
         self._target = {name: torch.empty_like(tensor) for name, tensor in self._state.items()}
         self._lanes = [_touched_memory() for _ in range(_THREADS)]

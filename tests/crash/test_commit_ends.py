@@ -40,12 +40,6 @@ async def test_more_of_them_than_threads_that_make_requests(work: str) -> None:
         assert_same(state(1.0), await (await sidestream.open_checkpoint(target)).state_dict())
 
 
-async def is_set(event: threading.Event) -> None:
-    """Wait on the loop of operations: the threads of its executor are few, and other tests leave some in waits."""
-    while not event.is_set():
-        await asyncio.sleep(0.001)
-
-
 class Late(DictStore):
     """The put of the marker is carried out when ``arrive`` is set, whatever becomes of the call."""
 
@@ -60,7 +54,7 @@ class Late(DictStore):
             return
 
         async def land() -> None:
-            await is_set(self.arrive)
+            await asyncio.to_thread(self.arrive.wait)
             await DictStore.put(self, name, content, mode=mode)
 
         self.landing = asyncio.create_task(land())
@@ -75,10 +69,8 @@ async def test_a_put_that_was_sent_and_stopped_is_not_taken_for_absent() -> None
     others = set(threads._all_stops())  # of what earlier tests have left running
     pending = sidestream.async_save(state(1.0), "own://x/t", storage=storage)
     await asyncio.to_thread(store.sent.wait)
-    while not pending.done():  # the operation may make further ones
-        for stop in set(threads._all_stops()) - others:
-            stop.set()
-        await asyncio.sleep(0.001)
+    for stop in set(threads._all_stops()) - others:
+        stop.set()
     with pytest.raises(errors.OutcomeUnknownError):
         await pending
     assert pending.outcome == "unknown"
@@ -161,7 +153,7 @@ class Held(DictStore):
         self.release = threading.Event()
 
     async def put(self, name: str, content: bytes, *, mode: Any) -> None:
-        await is_set(self.release)
+        await asyncio.to_thread(self.release.wait)
         await super().put(name, content, mode=mode)
 
 

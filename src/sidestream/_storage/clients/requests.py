@@ -48,6 +48,9 @@ class LoopCall(Generic[T]):
         self.loop: asyncio.AbstractEventLoop = get_loop()
         self.future: Future[T] = Future()
         self.future.set_running_or_notify_cancel()
+        self.stop = Stop()
+        """What ``result`` waits with if it is given no other. It is there before the work begins, so the end of a
+        program finds it."""
         self.cancelled = False
         """Whether ``cancel`` was called."""
         self._task: asyncio.Task[T] | None = None
@@ -68,7 +71,7 @@ class LoopCall(Generic[T]):
         """Wait for the coroutine in a thread, and return its result. Raises what the coroutine raised, ``ClosedError``
         when ``stop`` is set, and ``DeadlineExceededError``. The coroutine has ``grace_s`` to end after ``stop`` was
         set."""
-        stop, deadline = stop or Stop(), current_deadline()
+        stop, deadline = stop or self.stop, current_deadline()
         with stop.waking(partial(self.cancel_after, grace_s) if grace_s else self.cancel):
             if stop.is_set():
                 self.cancel()
@@ -118,9 +121,11 @@ def _stopped() -> ClosedError:
 async def on_io_loop(work: Callable[[], Coroutine[Any, Any, T]], name: str) -> T:
     """Run ``work()`` on the loop and wait for it. When this returns or raises, the work has ended. A cancel of the
     caller cancels the work, and is raised when the work has ended."""
-    call, stop = LoopCall(work), Stop()
-    with stop.waking(call.cancel):
-        return await _waiter.wait(call.future, name, stop=stop)
+    call = LoopCall(work)
+    with call.stop.waking(call.cancel):
+        if call.stop.is_set():
+            call.cancel()
+        return await _waiter.wait(call.future, name, stop=call.stop)
 
 
 FailureKind = Literal["absent", "taken", "denied", "throttled", "transient", "final"]
